@@ -26,6 +26,54 @@ def trained(make, dtype: torch.dtype = torch.float32, steps: int = 6) -> list[to
     return [p.detach() for p in parameters]
 
 
+SMALL = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-9, torch.uint8: 2**-3}
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("state", ["exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"])
+def test_adams_states_in_small_types_go_on_after_a_checkpoint(dtype: torch.dtype, state: str) -> None:
+    if state == "master_weight_dtype" and dtype in (torch.bfloat16, torch.uint8):
+        pytest.skip("master weights are float32 or float16")
+    words = {"lr": 0.1, "betas": (0.5, 0.6), "master_weights": True}
+    exact = torch.nn.Parameter(torch.randn(9, 7))
+    weight = torch.nn.Parameter(exact.detach().bfloat16())
+    exact.data.copy_(weight.float())
+    reference = te.optimizers.FusedAdam([exact], lr=0.1, betas=(0.5, 0.6))
+    optimizer = te.optimizers.FusedAdam([weight], **words, **{state: dtype})
+    for step in range(6):
+        if step == 3:
+            content = optimizer.state_dict()
+            assert {t.dtype for t in content["state"][0].values()} == {torch.float32}
+            optimizer = te.optimizers.FusedAdam([weight], **words, **{state: dtype})
+            optimizer.load_state_dict(content)
+        exact.grad = torch.randn(9, 7)
+        weight.grad = None
+        weight.grad = exact.grad.to(torch.bfloat16)
+        exact.grad = weight.grad.float()
+        reference.step()
+        optimizer.step()
+    value = optimizer.get_unscaled_state(weight, "master_param")
+    assert value.dtype is torch.float32
+    assert (value - exact).abs().max() <= 6 * SMALL[dtype]  # each of six steps rounds once
+    torch.testing.assert_close(weight.float(), value, rtol=2**-7, atol=2**-9)
+
+
+def test_adam_reads_the_lower_half_of_master_weights() -> None:
+    value = torch.randn(100)
+    weight = torch.nn.Parameter(value.bfloat16())
+    # Transformer Engine keeps the float32 number in the parameter's 16 bits and 16 more
+    remainder = (value.view(torch.int32) & 0xFFFF).to(torch.int16)
+    carried = ((value.view(torch.int32) >> 16) + (remainder < 0)).to(torch.int16).view(torch.bfloat16)
+    weight.data.copy_(carried)
+    optimizer = te.optimizers.FusedAdam([weight], master_weights=True, store_param_remainders=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    content = optimizer.state_dict()
+    content["state"][0]["master_param"] = remainder
+    optimizer.load_state_dict(content)
+    assert torch.equal(optimizer.get_unscaled_state(weight, "master_param"), value)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_adam_is_torchs(decay: float) -> None:
     words = {"lr": 3e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": decay}
@@ -64,8 +112,8 @@ def test_adam_trains_quantised_weights_from_their_first_values() -> None:
     optimizer.step()
     torch.testing.assert_close(optimizer.get_unscaled_state(layer.weight, "master_param"), first - 1e-3)
     assert isinstance(layer.weight, te.Float8Tensor)
-    with pytest.raises(Unsupported, match="8 bits"):
-        te.optimizers.FusedAdam(layer.parameters(), exp_avg_dtype=torch.uint8)
+    with pytest.raises(Unsupported, match="another type of a moment"):
+        te.optimizers.FusedAdam(layer.parameters(), exp_avg_dtype=torch.int8)
 
 
 def test_sgd_is_torchs() -> None:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.te.module import refuse
+from fewbits.te.quantizers import Float8CurrentScalingQuantizer
+from fewbits.te.roles import DType
 
-_MOMENTS = (torch.float32, torch.bfloat16)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+_HALF_RANGE = torch.finfo(torch.float16).max / 2
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -29,8 +32,9 @@ class FusedAdam(torch.optim.Optimizer):
         adam_w_mode: see ``weight_decay``.
         capturable: accepted; the step counts in Python, so CUDA graphs are not.
         master_weights: keep each parameter in float32 in the optimizer, and round it to the parameter.
-        master_weight_dtype: float32.
-        exp_avg_dtype: float32 or bfloat16, as exp_avg_sq_dtype.
+        master_weight_dtype: float32 or float16.
+        exp_avg_dtype: float32, bfloat16, float16, or uint8 for E4M3, as exp_avg_sq_dtype. In float16 and
+            E4M3 a tensor has one float32 scale, from its largest magnitude.
         use_decoupled_grad: read ``parameter.decoupled_grad`` instead of ``grad``.
         store_param_remainders: accepted: the whole float32 value is kept, which computes the same.
         set_grad_none: an older way to say what `zero_grad` does.
@@ -58,11 +62,11 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         refuse(amsgrad, "amsgrad", "leave it at False")
         wrong = exp_avg_dtype not in _MOMENTS or exp_avg_sq_dtype not in _MOMENTS
-        refuse(wrong, "a moment of 8 bits or in float16", "take torch.float32 or torch.bfloat16")
+        refuse(wrong, "another type of a moment", "take float32, bfloat16, float16, or uint8 for E4M3")
         refuse(
-            master_weights and master_weight_dtype is not torch.float32,
-            "master weights in float16",
-            "take torch.float32",
+            master_weights and master_weight_dtype not in (torch.float32, torch.float16),
+            f"{master_weight_dtype} for master weights",
+            "take torch.float32 or torch.float16",
         )
         defaults = {
             "lr": lr,
@@ -74,6 +78,8 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
+        self.master_weight_dtype = master_weight_dtype
+        self._scales: dict[tuple[Tensor, str], Tensor] = {}
         self.use_decoupled_grad, self.set_grad_none = use_decoupled_grad, set_grad_none
         if set_grad_none is not None:
             warnings.warn(
@@ -118,29 +124,31 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def initialize_state(self, parameter: Tensor, store_param_remainders: bool = False) -> None:
-        """Make a parameter's running means, zeros, and its float32 value if that is kept.
+        """Make a parameter's running means, zeros, and its first value if that is kept.
 
         The parameter may have any shape, which its states share.
         """
-        state, device = self.state[parameter], parameter.device
-        state["exp_avg"] = torch.zeros(parameter.shape, dtype=self.exp_avg_dtype, device=device)
-        state["exp_avg_sq"] = torch.zeros(parameter.shape, dtype=self.exp_avg_sq_dtype, device=device)
+        zeros = torch.zeros_like(parameter, dtype=torch.float32)
+        self.set_scaled_state(parameter, "exp_avg", zeros)
+        self.set_scaled_state(parameter, "exp_avg_sq", zeros)
         if self.master_weights:
             first = getattr(parameter, "get_high_precision_init_val", lambda: None)()
             source = parameter.detach() if first is None else first.to(parameter.device)
-            state["master_param"] = source.float().clone()
+            self.set_scaled_state(parameter, "master_param", source.float())
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if not self.state[parameter]:
             self.initialize_state(parameter)
-        state, (beta1, beta2), decay = self.state[parameter], group["betas"], group["weight_decay"]
-        value = state["master_param"] if self.master_weights else parameter.detach().float()
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        value = parameter.detach().float()
+        if self.master_weights:
+            value = self.get_unscaled_state(parameter, "master_param")
         if decay and not self.adam_w_mode:
             gradient = gradient + decay * value
-        mean = state["exp_avg"].float().lerp(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].float() * beta2 + (1 - beta2) * gradient * gradient
-        state["exp_avg"].copy_(mean)
-        state["exp_avg_sq"].copy_(square)
+        mean = self.get_unscaled_state(parameter, "exp_avg").lerp(gradient, 1 - beta1)
+        square = self.get_unscaled_state(parameter, "exp_avg_sq") * beta2 + (1 - beta2) * gradient * gradient
+        self.set_scaled_state(parameter, "exp_avg", mean)
+        self.set_scaled_state(parameter, "exp_avg_sq", square)
         step, correct = group["step"], group["bias_correction"]
         first, second = (1 - beta1**step, 1 - beta2**step) if correct else (1.0, 1.0)
         update = (mean / first) / ((square / second).sqrt() + group["eps"])
@@ -148,7 +156,7 @@ class FusedAdam(torch.optim.Optimizer):
             update = update + decay * value
         value = value - group["lr"] * update
         if self.master_weights:
-            state["master_param"].copy_(value)
+            self.set_scaled_state(parameter, "master_param", value)
         parameter.copy_(value.to(parameter.dtype))
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
@@ -157,16 +165,75 @@ class FusedAdam(torch.optim.Optimizer):
         It is of the parameter's shape.
         """
         state: Tensor = self.state[param][state_name]
-        return state.float()
+        scale = self._scales.get((param, state_name))
+        return state.float() if scale is None else state.float() * scale
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Write a state of a parameter from float32.
+        """Write a state of a parameter from float32, rounded to the type that the optimizer keeps it in.
 
-        ``unscaled_state`` is float32 of the parameter's shape.
+        ``unscaled_state`` is float32 of the parameter's shape; int16 for "master_param" is what Transformer
+        Engine's ``store_param_remainders`` leaves there, the lower half of the float32 value.
         """
-        if state_name not in self.state[param]:
-            self.initialize_state(param)
-        self.state[param][state_name].copy_(unscaled_state)
+        states, dtype = self.state[param], self._dtype_of(state_name)
+        if unscaled_state.dtype is torch.int16:
+            unscaled_state = _with_remainder(param.detach(), unscaled_state.to(param.device))
+        value = unscaled_state.detach().to(device=param.device, dtype=torch.float32)
+        if dtype is torch.uint8:
+            states[state_name] = Float8CurrentScalingQuantizer(DType.kFloat8E4M3)(value)
+            return
+        if dtype is torch.float16:
+            largest = value.abs().amax() if value.numel() else value.new_zeros(())
+            scale = torch.where(largest > 0, largest / _HALF_RANGE, torch.ones_like(largest))
+            self._scales[param, state_name] = scale
+            value = value / scale
+        if state_name in states:
+            states[state_name].copy_(value)
+        else:
+            states[state_name] = value.to(dtype, copy=True)
+
+    def _dtype_of(self, state_name: str) -> torch.dtype:
+        dtypes = {
+            "exp_avg": self.exp_avg_dtype,
+            "exp_avg_sq": self.exp_avg_sq_dtype,
+            "master_param": self.master_weight_dtype,
+        }
+        return dtypes[state_name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with all states in float32, so that an optimizer with other types reads it too."""
+        content = super().state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [i for group in content["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in content["state"]:
+                names = content["state"][index]
+                content["state"][index] = {name: self.get_unscaled_state(parameter, name) for name in names}
+        return content
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` of this library or of Transformer Engine returned.
+
+        torch's own would round master weights and moments to the type of their parameter.
+        """
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            saved = state_dict["state"].get(index)
+            if saved is not None:
+                self.state[parameter] = {}
+                for name in ("exp_avg", "exp_avg_sq", *(("master_param",) if self.master_weights else ())):
+                    if saved.get(name) is not None:
+                        self.set_scaled_state(parameter, name, saved[name])
+                if self.master_weights and saved.get("master_param") is None:
+                    self.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def _with_remainder(value: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 numbers whose rounded upper half is ``value`` (bfloat16), the lower ``remainder``."""
+    upper = value.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)  # it was rounded up
+    return ((upper << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 class FusedSGD(torch.optim.SGD):
