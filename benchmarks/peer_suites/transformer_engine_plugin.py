@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -25,6 +26,7 @@ from typing import Any
 
 import pytest
 import torch
+from peer_suites import transformer_engine_attention as theirs
 from torch.overrides import TorchFunctionMode
 
 import fewbits.te as te
@@ -100,6 +102,13 @@ _KNOWN = {
     "TE_DType": _TYPES,
     "TE_DType_To_Torch": {ours: theirs for theirs, ours in _TYPES.items()},
     "QuantizedTensorStorage": type("QuantizedTensorStorage", (), {}),  # a base of their references
+    "FusedAttnBackend": theirs.BACKENDS,
+    "QKVLayouts": tuple(f"{kind}_{kind}_{kind}" for kind in ("sbhd", "bshd", "thd")),
+    "attention_mask_func": lambda scores, mask: scores.masked_fill(mask, -10000.0),
+    "gpu_autocast_ctx": lambda enabled=True: torch.autocast("cuda", enabled=enabled),
+    "is_in_onnx_export_mode": lambda: False,
+    "convert_thd_to_bshd": theirs.convert_thd_to_bshd,
+    "convert_bshd_to_thd": theirs.convert_bshd_to_thd,
     "FP8FwdTensors": _FORWARD,
     "FP8FwdTensorIdx": _FORWARD,
     "FP8BwdTensors": _BACKWARD,
@@ -123,6 +132,8 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _KNOWN:
+            return _KNOWN[name]
         return getattr(te, name) if name == "DType" else _missing(f"{self.__name__}.{name}")
 
 
@@ -134,7 +145,8 @@ class _ReferenceFinder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         package, _, last = name.rpartition(".")
-        if package != self.package or last not in self.names:
+        known = {self.package: self.names, theirs.PACKAGE: theirs.FILES}
+        if last not in known.get(package, ()):
             return None
         place = Path.cwd().parents[1].joinpath(*package.split("."), f"{last}.py")
         return importlib.util.spec_from_file_location(name, place) if place.exists() else None
@@ -278,6 +290,9 @@ def pytest_configure(config: Any) -> None:
     sys.meta_path += [_ReferenceFinder(), _StandInFinder()]
     if not torch.cuda.is_available():
         _stand_in_for_a_gpu()
+    os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"  # their softmax in torch
+    utils, backends = (importlib.import_module(f"{theirs.PACKAGE}.{name}") for name in ("utils", "backends"))
+    theirs.put_beside_ours(utils, backends, _missing)
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
