@@ -296,6 +296,8 @@ class Codebook(Format):
 class _Search(ScaleSearch):
     """One scale a block, and no other level."""
 
+    continuous = True
+
     def candidates(self, block: Tensor) -> Iterator[Grid]:
         """See `ScaleSearch.candidates`."""
         yield from shrunk(block, self.values, self.codes, SMALLEST_SCALE)

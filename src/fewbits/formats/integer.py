@@ -157,6 +157,8 @@ class WholeNumbers(BlockFormat):
 class _Search(ScaleSearch):
     """A scale, and with zero points a zero, for each block of a row."""
 
+    continuous = True
+
     def __init__(self, format: WholeNumbers, values: Tensor, codes: Tensor) -> None:
         super().__init__(values, codes)
         self.format = format

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,7 +49,12 @@ class ScaleSearch(ABC):
     Args:
         values: (C,) float32, ascending and once each: what a code stands for.
         codes: (C,) uint8: the code of each.
+
+    Attributes:
+        continuous: whether any positive float32 can be a scale, and is stored as it is.
     """
+
+    continuous: ClassVar[bool] = False
 
     def __init__(self, values: Tensor, codes: Tensor) -> None:
         self.values, self.codes = values, codes
