@@ -49,7 +49,7 @@ def test_a_packed_folder_that_computes_nearer_to_the_model(tmp_path: Path) -> No
     assert not (tmp_path / "out.calibration").exists()
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "rotate+smooth+gptaq+learned:3"])
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "base")
     given = rows(tmp_path)
@@ -115,7 +115,7 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytes
     def call(file: Path = given, format: str = "int4_g32", **words: object) -> None:
         calibrate_checkpoint(tmp_path / "base", tmp_path / "out", format, file, **words)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline, "gptq", None)
+    monkeypatch.setattr(pipeline, "round_layer", None)
     with pytest.raises(BadInput, match="no method 'best'"):
         call(method="best")
     with pytest.raises(BadInput, match="no calibration file"):

@@ -15,7 +15,7 @@ from fewbits.families.catalog import SPECS
 from fewbits.families.spec import MLP
 from fewbits.formats import FORMATS
 from fewbits.host.spec import spec_for
-from fewbits.inference.rounding import pipeline
+from fewbits.inference.rounding.activations import LayerMoments, first_inputs, moments_of, output_of
 from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
@@ -93,8 +93,7 @@ def test_folding_scales_changes_no_output_and_loses_less() -> None:
     magnitudes = {n: v.abs().mean(0) for n, v in inputs.items()}
     moved, folded = fold_scales(
         layer,
-        hessians,
-        magnitudes,
+        LayerMoments(second=hessians, cross={}, magnitude=magnitudes, largest=magnitudes),
         dict.fromkeys(names, format),
         lambda: layer(hidden, **words),
         folds_of(spec_for(model)),
@@ -104,7 +103,7 @@ def test_folding_scales_changes_no_output_and_loses_less() -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
     for name in ("self_attn.q_proj", "mlp.down_proj"):
         weight, plain = layer.get_submodule(name).weight, before.get_submodule(name).weight
-        with_scales = loss_of(weight, nearest(weight, format, search=False), moved[name])
+        with_scales = loss_of(weight, nearest(weight, format, search=False), moved.second[name])
         without = loss_of(plain, nearest(plain, format, search=False), hessians[name])
         assert with_scales < 0.8 * without
 
@@ -125,16 +124,15 @@ def test_a_scale_is_folded_only_where_the_layer_stays_what_it_was(family: str, d
     names = [n for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)]
     with torch.no_grad():
         before = model(ids).logits
-        hidden, words = pipeline._first_inputs(model, ["model.layers.0"], ids)
+        hidden, words = first_inputs(model, ["model.layers.0"], ids, torch.device("cpu"))
         of_layer = words["model.layers.0"]
-        moments, magnitudes = pipeline._moments(layer, names, hidden, of_layer)
+        moments = moments_of(layer, names, hidden, of_layer)
         formats = dict.fromkeys(names, FORMATS["int4_g32"])
         _, folded = fold_scales(
             layer,
             moments,
-            magnitudes,
             formats,
-            lambda: pipeline._output(layer, hidden[0], of_layer),
+            lambda: output_of(layer, hidden[0], of_layer),
             folds_of(spec_for(model)),
         )
         after = model(ids).logits

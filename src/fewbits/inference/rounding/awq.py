@@ -7,6 +7,9 @@ the power of twenty between 0 and 1 with the least error of the outputs (by H, s
 Names do not say what stands between: Arcee and Nemotron square what comes out of ``up_proj``, BitNet
 normalises it, and a norm may have more readers. So each fold is tried first with powers of two, which round
 nothing, and is made only where the layer's output stays what it was.
+
+SmoothQuant (Xiao et al. 2023) folds other scales into the same places: those that leave the inputs and the
+columns the same ranges, for engines that round both.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor
 from fewbits.families.catalog import LLAMA
 from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Format
+from fewbits.inference.rounding.activations import LayerMoments
 from fewbits.inference.rounding.gptq import loss_of, nearest
 
 if TYPE_CHECKING:
@@ -50,26 +54,27 @@ def folds_of(spec: ModelSpec) -> Folds:
 @torch.no_grad()
 def fold_scales(
     layer: Any,
-    hessians: Mapping[str, Tensor],
-    magnitudes: Mapping[str, Tensor],
+    moments: LayerMoments,
     formats: Mapping[str, Format],
     output: Callable[[], Tensor],
     folds: Folds,
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    *,
+    smooth: bool = False,
+) -> tuple[LayerMoments, tuple[str, ...]]:
     """Scale the columns of a decoder layer's linears, in place.
 
     Args:
         layer: a decoder layer with plain linears; what it lacks of ``folds`` is left out.
-        hessians: H by the linear's name in the layer; it is scaled along.
-        magnitudes: mean |x| (K,) likewise.
-        formats: how each linear will be stored.
+        moments: of their inputs.
+        formats: how each linear will be stored, by its name in the layer.
         output: computes what the layer makes of some rows, as it now is.
         folds: from `folds_of`.
+        smooth: take SmoothQuant's scales, for engines that round the inputs too, in place of AWQ's.
 
     Returns:
-        The hessians of the scaled layer, and what a scale was folded into.
+        The moments of the scaled layer, and what a scale was folded into.
     """
-    changed, folded = dict(hessians), []
+    folded = []
     for maker_name, readers in folds:
         present = [name for name in readers if name in formats]
         maker = _find(layer, maker_name)
@@ -79,12 +84,22 @@ def fold_scales(
         if not _holds(maker, linears, output):
             continue
         weights = [linear.weight for linear in linears]
-        scale = _best(weights, [formats[n] for n in present], changed[present[0]], magnitudes[present[0]])
+        if smooth:
+            scale = _smoothing(weights, moments.largest[present[0]])
+        else:
+            of_input = (moments.second[present[0]], moments.magnitude[present[0]])
+            scale = _best(weights, [formats[n] for n in present], *of_input)
         _fold(maker, linears, scale)
-        for name in present:
-            changed[name] = changed[name] / scale[:, None] / scale[None, :]
+        moments = moments.divided(present, scale)
         folded.append(maker_name)
-    return changed, tuple(folded)
+    return moments, tuple(folded)
+
+
+def _smoothing(weights: Sequence[Tensor], largest: Tensor) -> Tensor:
+    """SmoothQuant's scales (K,) (Xiao et al. 2023, alpha of a half): both factors get the same range."""
+    columns = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
+    scale = (largest.clamp_min(1e-5) / columns.clamp_min(1e-5)).sqrt()
+    return scale / (scale.max() * scale.min()).sqrt()
 
 
 def _fold(maker: Any, linears: Sequence[Any], scale: Tensor) -> None:
@@ -111,7 +126,7 @@ def _holds(maker: Any, linears: Sequence[Any], output: Callable[[], Tensor]) -> 
         if getattr(m, name, None) is not None
     ]
     try:
-        _fold(maker, linears, 2.0 ** (torch.arange(weight.shape[0]) % 4 - 1))
+        _fold(maker, linears, 2.0 ** (torch.arange(weight.shape[0], device=weight.device) % 4 - 1))
         after = output()
     finally:
         for module, name, data in originals:

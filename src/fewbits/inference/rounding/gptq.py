@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fewbits.errors import NotFinite
 from fewbits.formats.base import Format, Packed
-from fewbits.inference.rounding.grids import Grid, Grids
+from fewbits.inference.rounding.grids import Choice, Grid, Grids
 
 _DAMPING = 0.01  # of H's mean diagonal, added to it
+_AIM_DAMPING, _AIM = 0.05, 0.25
 _COLUMNS = 128  # whose errors are collected before the rest of the weight moves
 
 
@@ -28,20 +29,21 @@ def nearest(weight: Tensor, format: Format, hessian: Tensor | None = None, *, se
         hessian: (K, K) float32, or None: all columns count the same.
         search: choose each block's scale for the least error, in place of the format's own.
     """
+    grids = Grids(format, weight.float())
+    return grids.finish(choose_nearest(weight, grids, hessian, search=search), weight.dtype)
+
+
+def choose_nearest(weight: Tensor, grids: Grids, hessian: Tensor | None, *, search: bool = True) -> Choice:
+    """The codes of `nearest` and the scales they are under, for a weight (N, K) and H (K, K)."""
     w = weight.float()
-    grids = Grids(format, w)
-    importance = (
-        torch.ones(w.shape[1], dtype=torch.float32)
-        if hessian is None
-        else hessian.diagonal().clamp_min(1e-12)
-    )
-    chosen, codes = [], torch.empty(w.shape, dtype=torch.uint8)
+    importance = torch.ones_like(w[0]) if hessian is None else hessian.diagonal().clamp_min(1e-12)
+    chosen, codes = [], torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     for start in range(0, w.shape[1], grids.size):
         at = slice(start, start + grids.size)
         grid = grids.best(w[:, at], importance[at]) if search else grids.plain(w[:, at])
         codes[:, at] = grid.round(w[:, at])[0]
         chosen.append(grid)
-    return grids.finish(codes, chosen, weight.dtype)
+    return Choice(codes=codes, grids=chosen, wanted=w)
 
 
 def gptq(weight: Tensor, format: Format, hessian: Tensor, *, damping: float = _DAMPING) -> Packed:
@@ -56,21 +58,30 @@ def gptq(weight: Tensor, format: Format, hessian: Tensor, *, damping: float = _D
     Raises:
         NotFinite: the weight or the inputs hold a NaN or an infinity.
     """
+    grids = Grids(format, weight.float())
+    return grids.finish(choose_by_gptq(weight, grids, hessian, damping=damping), weight.dtype)
+
+
+def choose_by_gptq(weight: Tensor, grids: Grids, hessian: Tensor, *, damping: float = _DAMPING) -> Choice:
+    """The codes of `gptq`, the scales they are under, and what the columns had become when they were rounded.
+
+    ``weight`` is (N, K), ``hessian`` (K, K).
+    """
     w, (N, K) = weight.float().clone(), weight.shape
     if not bool(w.isfinite().all() and hessian.isfinite().all()):
         raise NotFinite("a weight or the inputs of its layer hold a NaN or an infinity; nothing is rounded.")
-    grids = Grids(format, w)
     dead = hessian.diagonal() == 0
     w[:, dead] = 0.0  # an input that is always zero: any value will do
     upper = _inverse_factor(hessian, dead, damping)
     importance = 1 / upper.diagonal().square()
-    codes, chosen = torch.empty(N, K, dtype=torch.uint8), []
+    codes = torch.empty(N, K, dtype=torch.uint8, device=w.device)
+    chosen: list[Grid] = []
     grid: Grid | None = None
     step = max(grids.size if grids.size < K else _COLUMNS, _COLUMNS)
     step = -(-step // grids.size) * grids.size if grids.size < K else step
     for first in range(0, K, step):
         last = min(first + step, K)
-        errors = torch.zeros(N, last - first, dtype=torch.float32)
+        errors = torch.zeros(N, last - first, dtype=torch.float32, device=w.device)
         for column in range(first, last):
             if column % grids.size == 0:
                 at = slice(column, column + grids.size)
@@ -83,7 +94,7 @@ def gptq(weight: Tensor, format: Format, hessian: Tensor, *, damping: float = _D
             w[:, column + 1 : last] -= error[:, None] * upper[column, column + 1 : last]
             errors[:, column - first] = error
         w[:, last:] -= errors @ upper[first:last, last:]
-    return grids.finish(codes, chosen, weight.dtype)
+    return Choice(codes=codes, grids=chosen, wanted=w)
 
 
 def _inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> Tensor:
@@ -92,13 +103,39 @@ def _inverse_factor(hessian: Tensor, dead: Tensor, damping: float) -> Tensor:
     h = h / h.diagonal().mean().clamp_min(1e-30)
     h.diagonal()[dead] = 1.0
     for attempt in range(6):
-        damped = h + torch.eye(h.shape[0], dtype=h.dtype) * damping * 10**attempt
+        damped = h + torch.eye(h.shape[0], dtype=h.dtype, device=h.device) * damping * 10**attempt
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             inverse = torch.cholesky_inverse(factor)
             upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
             return upper.float()
     raise NotFinite("the inputs of a layer have no usable second moments; give more calibration text.")
+
+
+def aimed_at_plain(
+    weight: Tensor, second: Tensor, cross: Tensor, *, damping: float = _AIM_DAMPING, part: float = _AIM
+) -> Tensor:
+    """The weight that comes nearest, on the rounded model's inputs, to what the plain one has there.
+
+    With inputs X of the rounded model and Y of the plain one, ``||X Q^T - Y W^T||^2`` is, up to a constant,
+    ``||X (Q - V)^T||^2`` for ``V = W Y^T X (X^T X)^-1``: rounding V instead of W under the same H makes up
+    for what the layers before have lost (GPTAQ's asymmetric calibration, Li et al. 2025, has this aim).
+
+    Args:
+        weight: (N, K), floating point.
+        second: ``X^T X`` (K, K) float32.
+        cross: ``Y^T X`` (K, K) float32.
+        damping: of X^T X's mean diagonal, added to it: it draws V to W.
+        part: of the way from W to V, so that a text is not learned by heart.
+
+    Returns:
+        ``W + part * (V - W)`` (N, K) float32.
+    """
+    h, w = second.double(), weight.double()
+    h = h + torch.eye(len(h), dtype=h.dtype, device=h.device) * damping * h.diagonal().mean().clamp_min(1e-30)
+    change = torch.linalg.solve(h, (w @ (cross.double() - second.double())).t()).t()
+    result: Tensor = (w + part * change).float()
+    return result
 
 
 def loss_of(weight: Tensor, packed: Packed, hessian: Tensor) -> float:

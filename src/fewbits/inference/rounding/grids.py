@@ -7,6 +7,7 @@ block, and the packed weight is made of the chosen codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,21 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.scale_search import Grid as Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A weight (N, K) as a method has rounded it.
+
+    Attributes:
+        codes: (N, K) uint8.
+        grids: of each block of columns.
+        wanted: (N, K) float32, what each value was when its code was chosen.
+    """
+
+    codes: Tensor
+    grids: Sequence[Grid]
+    wanted: Tensor
 
 
 class Grids:
@@ -71,9 +87,9 @@ class Grids:
         assert chosen is not None
         return chosen
 
-    def finish(self, codes: Tensor, grids: Sequence[Grid], dtype: torch.dtype) -> Packed:
-        """The packed weight of codes (N, K) uint8 under a grid for each block."""
-        format, tensors = self.format, self.search.parts(codes, grids)
+    def finish(self, choice: Choice, dtype: torch.dtype) -> Packed:
+        """The packed weight of a choice for this weight."""
+        format, tensors = self.format, self.search.parts(choice.codes, choice.grids)
         layout = format.layout(self.shape)
         parts = {n: tensors[n].to(spec.dtype).reshape(spec.shape).contiguous() for n, spec in layout.items()}
         return Packed(format, self.shape, dtype, parts)

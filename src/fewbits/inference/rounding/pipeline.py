@@ -7,32 +7,29 @@ What is done is kept beside the destination after every layer: the same call goe
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fewbits.errors import BadCheckpoint, BadInput, NotFinite, Unsupported
+from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import get_format
 from fewbits.formats.base import Format, Packed
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.inference.export import LayerError, QuantizeResult
-from fewbits.inference.rounding.awq import fold_scales, folds_of
+from fewbits.inference.rounding.activations import distance, first_inputs, output_of
+from fewbits.inference.rounding.awq import folds_of
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
-from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
+from fewbits.inference.rounding.kept_work import LOSSES, KeptWork, fingerprint
+from fewbits.inference.rounding.layer_rounding import Flow, round_layer
+from fewbits.inference.rounding.methods import Method, read_method
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.folders.checkpoint import inspect_folder
 from fewbits.models.folders.one_writer import one_writer
@@ -42,13 +39,11 @@ from fewbits.models.loading.in_memory import mark_loaded
 from fewbits.models.packing.convert import linears_to_replace
 from fewbits.models.packing.experts import expert_modules
 from fewbits.models.packing.packed import is_packed, put
+from fewbits.models.stochastic.rotations import rotate_residual, rotate_values
 from fewbits.models.writing.calibration_rows import read_windows
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 
-METHODS = ("gptq", "awq", "awq+gptq", "nearest")
-_STATE, _LOSSES = "state.json", "losses.json"
-_OURS = re.compile(r"(layer-\d{5}|state|losses)\.(safetensors|json|partial)$")
 _MEASURED = 2048  # tokens on which the loss of each linear in each candidate is measured
 
 
@@ -57,7 +52,7 @@ class CalibrationResult(QuantizeResult):
     """What `calibrate_checkpoint` wrote.
 
     Attributes:
-        method: one of `METHODS`.
+        method: its steps, joined by "+".
         tokens: of calibration text that were used.
         output_errors: for each linear, ||x (Q - W)^T||^2 / ||x W^T||^2 over them, as it was reached.
         resumed: layers that were there from an earlier call.
@@ -93,13 +88,16 @@ def calibrate_checkpoint(
     """Write a packed copy of a checkpoint, rounded by what its layers compute on a text.
 
     Args:
-        source: a model folder with plain weights. It is held in memory whole, on the CPU.
+        source: a model folder with plain weights. It is held in memory whole, on the CPU; its layers are
+            computed one at a time on a GPU if there is one.
         destination: the folder to write; never the source. Beside it, as ".calibration" after its
             name, the work is kept until it is done.
         format: of the decoder's linears: whole numbers in groups or rows, an MX format, nvfp4, nf4, fp4. Or a
             `Budget`: each linear's format is then chosen by the loss that was measured with it alone rounded.
         rows: JSON Lines with "text" or "messages".
-        method: "gptq", "awq", both, or "nearest" (under scales with the least error).
+        method: steps joined by "+", from `fewbits.inference.rounding.methods`: "rotate", "smooth" or "awq";
+            "nearest" (under scales with the least error), "gptq" or "gptaq"; "learned", or with the number of
+            its steps "learned:400".
         windows: how many pieces of text are used at most, and the tokens of each.
         overwrite: replace a model that is in the destination.
         progress: called as ``progress(layers done, layers in all)``.
@@ -109,8 +107,7 @@ def calibrate_checkpoint(
         BadCheckpoint, NotFinite: the source is damaged.
         Unsupported: a packed source, or a format that its rows do not fill.
     """
-    if method not in METHODS:
-        raise BadInput(f"there is no method {method!r} of rounding; it is one of {', '.join(METHODS)}.")
+    how = read_method(method)
     samples, length = windows
     if samples < 1 or length < 1:
         raise BadInput(f"{samples} windows of {length} tokens hold no text; give at least one of each.")
@@ -119,17 +116,14 @@ def calibrate_checkpoint(
     check_destination(target, overwrite=overwrite, protected=[source])
     with one_writer(target):
         check_destination(target, overwrite=overwrite, protected=[source])  # whoever wrote may have ended
-        model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
-        if is_packed(model):
-            raise Unsupported(f"{source} is packed already; calibrate the original model.")
-        model.eval()
-        work = _Work(model, choices, method)
+        model, tokenizer = _plain_model(source, rotate=how.rotate)
+        work = _Work(model, choices, how)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
         tokens = read_windows(
             rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
         )
         chosen = budget.text if budget else choices[0].text
-        progress_folder = _Progress(target, _fingerprint(source, chosen, method, tokens))
+        progress_folder = KeptWork(target, fingerprint(source, chosen, method, tokens))
         if budget is not None:
             work.choose(budget, tokens, progress_folder, progress)
         before = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -160,6 +154,17 @@ def calibrate_checkpoint(
     )
 
 
+def _plain_model(source: str | Path, *, rotate: bool) -> tuple[Any, Any]:
+    """The model, on the CPU, and its tokenizer."""
+    model, tokenizer = FastLanguageModel.from_pretrained(source, load_in_4bit=False, device_map="cpu")
+    if is_packed(model):
+        raise Unsupported(f"{source} is packed already; calibrate the original model.")
+    if rotate:
+        rotate_values(model)
+        rotate_residual(model)
+    return model.eval(), tokenizer
+
+
 def _one_format(format: Any) -> Format:
     value: Format = get_format(format)
     return value
@@ -168,8 +173,9 @@ def _one_format(format: Any) -> Format:
 class _Work:
     """The model while its layers are rounded one after another."""
 
-    def __init__(self, model: nn.Module, choices: list[Format], method: str) -> None:
+    def __init__(self, model: nn.Module, choices: list[Format], method: Method) -> None:
         self.model, self.method = model, method
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.layers = list(layer_names(model, spec_for(model)))
         rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=choices[0])))
         self.formats = dict.fromkeys(rules, choices[0])
@@ -191,7 +197,7 @@ class _Work:
         self.predicted_loss: float | None = None
 
     def choose(
-        self, budget: Budget, windows: Tensor, cache: _Progress, progress: Callable[[int, int], None] | None
+        self, budget: Budget, windows: Tensor, cache: KeptWork, progress: Callable[[int, int], None] | None
     ) -> None:
         """Give each linear the format that a budget allows it, by measured losses."""
         candidates = [get_format(name) for name in budget.formats]
@@ -201,53 +207,42 @@ class _Work:
             list(self.formats),
             candidates,
             pieces,
-            cache_file=cache.folder / _LOSSES,
+            cache_file=cache.folder / LOSSES,
             progress=progress,
         )
         shapes = {name: tuple(as_linear(self.model.get_submodule(name)).weight.shape) for name in losses}
         self.formats, self.steps = allocate(losses, shapes, budget)
         self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
-    def run(self, windows: Tensor, cache: _Progress, progress: Callable[[int, int], None] | None) -> int:
+    def run(self, windows: Tensor, cache: KeptWork, progress: Callable[[int, int], None] | None) -> int:
         """Round every layer; returns how many were there already."""
-        hidden, words = _first_inputs(self.model, self.layers, windows)
+        hidden, words = first_inputs(self.model, self.layers, windows, self.device)
         plain, resumed = hidden, 0
         for number, name in enumerate(self.layers):
-            layer, rounded = self.model.get_submodule(name), cache.layer(number)
-            plain = [_output(layer, x, words[name]) for x in plain]
+            rounded = cache.layer(number)
+            layer = self.model.get_submodule(name).to(self.device)
+            outputs = [output_of(layer, x, words[name]) for x in plain]
             if rounded is None:
-                self._round(name, layer, hidden, words[name])
+                self._round(name, layer, Flow(hidden=hidden, plain=plain, words=words[name]))
                 cache.save(number, layer, self._numbers(name))
             else:
                 self._take(name, layer, *rounded)
                 resumed += 1
-            hidden = [_output(layer, x, words[name]) for x in hidden]
-            self.drift.append(_distance(hidden, plain))
+            plain, hidden = outputs, [output_of(layer, x, words[name]) for x in hidden]
+            self.drift.append(distance(hidden, plain))
+            layer.to("cpu")
             if progress is not None:
                 progress(number + 1, len(self.layers))
         return resumed
 
-    def _round(self, name: str, layer: nn.Module, hidden: list[Tensor], words: dict[str, Any]) -> None:
-        linears = self.linears[name]
-        hessians, magnitudes = _moments(layer, linears, hidden, words)
-        bad = next((n for n in linears if not bool(hessians[n].isfinite().all())), None)
-        if bad is not None:
-            raise NotFinite(
-                f"the inputs of {name}.{bad} hold a NaN or an infinity on this text; nothing was written."
-            )
-        if self.method.startswith("awq"):
-            formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in linears}
-            folds = folds_of(spec_for(self.model))
-            hessians, folded = fold_scales(
-                layer, hessians, magnitudes, formats, lambda: _output(layer, hidden[0], words), folds
-            )
-            self.folded += len(folded)
-        for leaf in linears:
-            weight, hessian = as_linear(layer.get_submodule(leaf)).weight.detach(), hessians[leaf]
-            round_ = gptq if self.method.endswith("gptq") else nearest
-            full = f"{name}.{leaf}"
-            packed = round_(weight, self.formats[full], hessian)
-            self.output_errors[full] = loss_of(weight, packed, hessian)
+    def _round(self, name: str, layer: nn.Module, flow: Flow) -> None:
+        formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in self.linears[name]}
+        folds = folds_of(spec_for(self.model))
+        rounded = round_layer(layer, formats, flow, self.method, folds)
+        self.folded += len(rounded.folded)
+        for leaf, packed in rounded.packed.items():
+            full, weight = f"{name}.{leaf}", as_linear(layer.get_submodule(leaf)).weight.detach()
+            self.output_errors[full] = rounded.errors[leaf]
             self.errors[full] = _error(full, weight, packed)
             _put_packed(layer, leaf, packed)
 
@@ -260,10 +255,10 @@ class _Work:
                 f"{values:,} values of experts stay as they are: calibration rounds linears; fewbits quantize"
                 " with --recipe, and without --calibrate, packs experts too"
             )
-        if rounded and self.method.startswith("awq") and not self.folded:
+        if rounded and (self.method.awq or self.method.smooth) and not self.folded:
             yield (
-                "awq found no input that a norm or a linear alone scales in this family, so that the codes"
-                f" are those of {self.method.partition('+')[2] or 'nearest'}"
+                f"{'awq' if self.method.awq else 'smooth'} found no input that a norm or a linear alone"
+                f" scales in this family, so that the codes are those of {self.method.rounding}"
             )
 
     def _numbers(self, name: str) -> dict[str, Any]:
@@ -282,157 +277,6 @@ class _Work:
             self.output_errors[full], error = numbers[full]
             self.errors[full] = _error(full, weight, packed, error)
         layer.load_state_dict(tensors, strict=False)
-
-
-class _Progress:
-    """What is done, beside the destination, until all is."""
-
-    def __init__(self, target: Path, fingerprint: str) -> None:
-        target = target.resolve() if target.is_dir() else target.absolute()  # "." has no name of its own
-        self.folder = target.with_name(target.name + ".calibration")
-        state = self.folder / _STATE
-        if self.folder.exists() and self._of(state) != fingerprint:
-            self.remove()  # of another call
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = state.with_suffix(".partial")
-        partial.write_text(json.dumps({"of": fingerprint}) + "\n", encoding="utf-8")
-        partial.replace(state)
-
-    def _of(self, state: Path) -> str:
-        """What the work in the folder is of; "" if that cannot be told."""
-        try:
-            return str(json.loads(state.read_text(encoding="utf-8"))["of"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
-
-    def layer(self, number: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """A layer's tensors and errors, None if it is still to be done."""
-        file = self._file(number)
-        if not file.is_file():
-            return None
-        try:
-            numbers: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
-            return load_file(file), numbers
-        except (OSError, ValueError, SafetensorError) as error:
-            raise BadCheckpoint(
-                f"{file} cannot be read ({type(error).__name__}); remove {self.folder} and start again."
-            ) from error
-
-    def save(self, number: int, layer: nn.Module, numbers: dict[str, Any]) -> None:
-        """Keep a finished layer: the tensors come last, by one rename, so that what is there is whole."""
-        file = self._file(number)
-        file.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
-        partial = file.with_suffix(".partial")
-        save_file({n: t.contiguous() for n, t in layer.state_dict().items()}, partial)
-        partial.replace(file)
-
-    def remove(self) -> None:
-        """Take away what calibration wrote, and nothing else.
-
-        Raises:
-            BadInput: there is something else in the folder.
-        """
-        try:
-            others = [path.name for path in self.folder.iterdir() if not _OURS.match(path.name)]
-        except OSError as error:
-            raise BadInput(f"{self.folder} cannot be read ({error.strerror}); move it away.") from error
-        if others:
-            raise BadInput(
-                f"{self.folder}, where the work is kept, holds {min(others)}, which is none of it; move that"
-                " away, or choose another destination."
-            )
-        shutil.rmtree(self.folder)
-
-    def _file(self, number: int) -> Path:
-        return self.folder / f"layer-{number:05d}.safetensors"
-
-
-def _distance(outputs: list[Tensor], targets: list[Tensor]) -> float:
-    """||found - wanted|| / ||wanted|| over several tensors."""
-    difference = sum(
-        float((a.float() - b.float()).square().sum()) for a, b in zip(outputs, targets, strict=True)
-    )
-    whole = sum(float(b.float().square().sum()) for b in targets)
-    return math.sqrt(difference / max(whole, 1e-30))
-
-
-def _fingerprint(source: Any, format: str, method: str, windows: Tensor) -> str:
-    files = inspect_folder(source).files
-    facts = [
-        str(Path(source).resolve()),
-        *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files),
-        format,
-        method,
-        hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
-    ]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
-
-
-class _Stop(Exception):
-    """Not an error: the first layer has its input."""
-
-
-def _first_inputs(
-    model: nn.Module, layers: list[str], windows: Tensor
-) -> tuple[list[Tensor], dict[str, dict[str, Any]]]:
-    """The first layer's input for every window, and the words with which each layer is called."""
-    words: dict[str, dict[str, Any]] = {}
-    hidden: list[Tensor] = []
-    hooks = []
-    for name in layers:
-
-        def remember(module: nn.Module, args: Any, kwargs: dict[str, Any], name: str = name) -> None:
-            words[name] = {k: v for k, v in kwargs.items() if k not in ("past_key_values", "hidden_states")}
-            words[name]["use_cache"] = False
-
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(remember, with_kwargs=True))
-    model(input_ids=windows[:1], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-
-    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        hidden.append(args[0] if args else kwargs["hidden_states"])
-        raise _Stop
-
-    hook = model.get_submodule(layers[0]).register_forward_pre_hook(catch, with_kwargs=True)
-    for window in windows:
-        try:
-            model(input_ids=window[None], use_cache=False)
-        except _Stop:
-            continue
-    hook.remove()
-    return hidden, words
-
-
-def _output(layer: nn.Module, x: Tensor, words: dict[str, Any]) -> Tensor:
-    output = layer(x, **words)
-    result: Tensor = output[0] if isinstance(output, tuple) else output
-    return result
-
-
-def _moments(
-    layer: nn.Module, linears: list[str], hidden: list[Tensor], words: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """``X^T X / rows`` (K, K) and mean |x| (K,) of each linear's input, float32."""
-    moments: dict[str, Tensor] = {}
-    magnitudes: dict[str, Tensor] = {}
-    rows = sum(x.shape[0] * x.shape[1] for x in hidden)
-    hooks = []
-    for leaf in linears:
-
-        def add(module: nn.Module, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
-            x = args[0].detach().reshape(-1, args[0].shape[-1]).float()
-            moments[leaf] = moments.get(leaf, torch.zeros((), dtype=torch.float32)) + x.t() @ x / rows
-            magnitudes[leaf] = (
-                magnitudes.get(leaf, torch.zeros((), dtype=torch.float32)) + x.abs().sum(0) / rows
-            )
-
-        hooks.append(layer.get_submodule(leaf).register_forward_pre_hook(add))
-    for x in hidden:
-        _output(layer, x, words)
-    for hook in hooks:
-        hook.remove()
-    return moments, magnitudes
 
 
 def _put_packed(layer: Any, leaf: str, packed: Packed) -> None:
