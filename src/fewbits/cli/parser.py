@@ -287,7 +287,10 @@ def _quantize(commands: Commands) -> None:
         help="JSON Lines with text or messages; weights are rounded so that outputs on them change little",
     )
     sub.add_argument(
-        "--method", metavar="METHOD", help="with --calibrate: gptq (default), awq, awq+gptq or nearest"
+        "--method",
+        metavar="METHOD",
+        help="with --calibrate: steps joined by +, of rotate, awq or smooth; nearest, gptq (default) or "
+        "gptaq; learned",
     )
     sub.add_argument(
         "--bits",
