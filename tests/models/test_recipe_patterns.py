@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from fewbits.errors import BadInput
 from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.models.packing.convert import convert, explain
+from fewbits.models.packing.recipe_patterns import check_patterns
+from fewbits.recipes import get_recipe
 from tests.models.loading import save_tiny
 from tests.models.mixtures import mixture
 from tests.models.tiny import tiny
@@ -52,9 +54,11 @@ def test_a_pattern_of_another_family_is_told() -> None:
     assert not any("down_proj" in note for note in receipt.notes)
 
 
-def test_a_router_may_be_skipped_by_a_recipe_for_several_families() -> None:
-    receipt = convert(tiny("llama"), recipe(skip=["*.mlp.gate"]))
-    assert any("is named '*.mlp.gate'" in note for note in receipt.notes)
+@pytest.mark.parametrize("router", ["mlp.gate", "mlp.shared_expert_gate", "block_sparse_moe.gate"])
+def test_a_router_may_be_skipped_by_a_recipe_for_several_families(router: str) -> None:
+    for pattern in (f"*.{router}", f"model.layers.*.{router}"):
+        receipt = convert(tiny("llama"), recipe(skip=[pattern]))
+        assert any(f"is named {pattern!r}" in note for note in receipt.notes)
 
 
 def test_names_that_are_there_need_no_word() -> None:
@@ -69,6 +73,15 @@ def test_loading_refuses_a_slip_too(tmp_path) -> None:
     save_tiny(tmp_path / "plain")
     with pytest.raises(BadInput, match=r"'\*\.down_prj'.*the nearest is '\*\.down_proj'"):
         load(tmp_path / "plain", quantization_config=FewbitsConfig(recipe(skip=["*.down_prj"])))
+
+
+def test_a_slip_is_refused_by_the_configuration_alone() -> None:
+    config = tiny("llama").config.to_dict()
+    slip = get_recipe(recipe(overrides={"*.down_prj": {"weight": "int8"}}))
+    with pytest.raises(BadInput, match=r"'\*\.down_prj'.*the nearest is '\*\.down_proj'"):
+        check_patterns(config, slip)
+    check_patterns({**config, "quantization_config": {"quant_method": "fewbits"}}, slip)  # packed by it
+    check_patterns(config, get_recipe(recipe(skip=["*.down_proj", "*.mlp.gate"])))
 
 
 def test_a_folder_that_was_packed_with_a_slip_still_loads(tmp_path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -12,12 +13,19 @@ from fewbits.errors import BadInput
 from fewbits.families.registry import family_of, known_families
 from fewbits.families.spec import ModelSpec
 from fewbits.host.expert_weights import weights_of
-from fewbits.host.spec import layer_names
+from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.transposed import is_conv1d
+from fewbits.models.packing.model_shapes import model_of_config
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.recipes import Recipe
 
+# What chooses experts in transformers' families without a spec, for recipes that several families share.
+_ROUTERS_WITHOUT_SPEC = (
+    *("mlp.shared_expert_gate", "mlp.router", "mlp.router.gate"),
+    *("block_sparse_moe.gate", "block_sparse_moe.router.layer"),
+    *("feed_forward.gate", "feed_forward.router"),
+)
 _LINEARS = (nn.Linear, QuantizedLinear, LowPrecisionLinear, FakeQuantizedLinear)
 
 
@@ -62,6 +70,20 @@ def unmatched_patterns(
     return [f"no linear of this model is named {p!r}, which the recipe has a rule for" for p in unmatched]
 
 
+def check_patterns(config: Mapping[str, Any], recipe: Recipe) -> None:
+    """The same before anything is loaded, for what is only predicted.
+
+    Args:
+        config: the mapping in config.json; of a packed folder nothing is refused.
+        recipe: as for `unmatched_patterns`.
+
+    Raises:
+        BadInput: a pattern names no linear; or transformers can build no model of this configuration.
+    """
+    model = model_of_config(config)
+    unmatched_patterns(model, spec_for(model), recipe, loaded="quantization_config" in config)
+
+
 def _linear_names(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, _LINEARS) or is_conv1d(module):
@@ -75,11 +97,14 @@ def _names_one(pattern: str, names: set[str]) -> bool:
 
 
 def _names_in_families(num_layers: int) -> set[str]:
-    """Names that linears, heads and embeddings have in all families with a spec, in a model of this depth."""
+    """Names that linears, heads and embeddings have in a model of this depth, in all families with a spec.
+
+    Also those of routers in families without one.
+    """
     names: set[str] = set()
     for spec in filter(None, map(family_of, known_families())):
         names |= {spec.head, spec.embed, *(f"{tower}.linear" for tower in spec.towers)}
-        inside = {*spec.linears, *(path for path, _ in spec.left)}
+        inside = {*spec.linears, *(path for path, _ in spec.left), *_ROUTERS_WITHOUT_SPEC}
         if spec.experts is not None:
             inside |= {f"{spec.experts.path}.{weight}" for weight in ("gate_up_proj", "up_proj", "down_proj")}
             inside.add(spec.experts.router)
