@@ -43,6 +43,14 @@ def test_bad_questions(run, tmp_path, argv, message):
     assert shown.code != 0 and message in shown.err and shown.err.count("\n") == 1
 
 
+def test_a_recipe_with_a_slip_is_refused_as_training_refuses_it(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nlinear: {weight: nf4}\nlora: {r: 8}\nskip: ['*.down_prj']\n")
+    shown = run("plan", tmp_path, "--gpu", "h200", "--recipe", mine)
+    assert shown.code == 1 and "the nearest is '*.down_proj'" in shown.err, shown.err
+
+
 def test_a_model_of_short_sequences(run, tmp_path):
     """Who asked for no length is not told that it is too long."""
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 512}))

@@ -17,6 +17,7 @@ from fewbits.device import lowest_capability
 from fewbits.errors import BadInput
 from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.models.packing.model_shapes import numbers_of
+from fewbits.models.packing.recipe_patterns import check_patterns
 from fewbits.recipes import CATALOG, Recipe, get_recipe
 from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
 from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, planner
@@ -170,8 +171,13 @@ def plan_recipe(
     batch: tuple[int, int],
     optimizer: str = "adamw",
 ) -> RecipePlan:
-    """One recipe, by any text that `get_recipe` takes, on one GPU; see `RecipePlan`."""
+    """One recipe, by any text that `get_recipe` takes, on one GPU; see `RecipePlan`.
+
+    Raises:
+        BadInput: as `planner_for`; or a pattern of the recipe names no linear, as where it is loaded.
+    """
     recipe, budget = get_recipe(name), gpu.budget_bytes
+    check_patterns(config, recipe)
 
     def smallest(sequences: int, tokens: int) -> bool:
         """Whether the plan that keeps least fits."""
