@@ -77,8 +77,7 @@ def load_sharded_model(
     """
     mesh = data_mesh() if mesh is None else mesh
     device = mesh_device(mesh)
-    source, config, recipe = open_source(where, seed, device, recipe)
-    model, receipt = empty_model(config, recipe, lora, dtype)
+    source, model, receipt = open_empty(where, seed, device, recipe, lora, dtype)
     if fused:
         receipt.notes.extend(str(fuse(model)).splitlines())
     float8 = options.pop("float8_all_gather", False)
@@ -103,12 +102,17 @@ def mesh_device(mesh: Any) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def open_source(
-    where: Any, seed: int, device: torch.device, recipe: Recipe | None
-) -> tuple[_Folder | _Random, Any, Recipe | None]:
-    """Where values come from, the model's configuration, and the recipe: the folder's own or the given."""
+def open_empty(
+    where: Any, seed: int, device: torch.device, recipe: Recipe | None, lora: LoRA | None, dtype: torch.dtype
+) -> tuple[_Folder | _Random, Any, Receipt]:
+    """Where values come from, and the model that waits for them on the meta device.
+
+    A packed folder is taken as its own recipe has it, whose patterns were looked at when it was packed: one
+    that names nothing is told in the receipt, as where such a folder is loaded whole.
+    """
     source, config = _open(where, seed, device)
-    return source, config, _written_recipe(config) or recipe
+    written = _written_recipe(config)
+    return source, *_empty_model(config, written or recipe, lora, dtype, loaded=written is not None)
 
 
 def _open(where: Any, seed: int, device: torch.device) -> tuple[_Folder | _Random, Any]:
@@ -135,8 +139,8 @@ def _written_recipe(config: Any) -> Recipe | None:
     return FewbitsConfig(**dict(written)).recipe
 
 
-def empty_model(
-    config: Any, recipe: Recipe | None, lora: LoRA | None, dtype: torch.dtype
+def _empty_model(
+    config: Any, recipe: Recipe | None, lora: LoRA | None, dtype: torch.dtype, *, loaded: bool
 ) -> tuple[Any, Receipt]:
     """The model on the meta device; its buffers (rotary frequencies) are real, for nobody stores them."""
     from accelerate import init_empty_weights
@@ -147,7 +151,7 @@ def empty_model(
     model.tie_weights()  # an empty parameter took the place of each
     receipt = Receipt(f"{config.model_type}, loaded by slices")
     if recipe is not None:
-        receipt = convert(model, recipe)
+        receipt = convert(model, recipe, loaded=loaded)
     if lora is None:
         if any(isinstance(module, QuantizedLinear) for module in model.modules()):
             raise Unsupported(

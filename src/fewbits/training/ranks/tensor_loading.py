@@ -21,7 +21,7 @@ from fewbits.host.receipt import Receipt
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.ranks.fsdp import shard
-from fewbits.training.ranks.sharded_loading import empty_model, fill, mesh_device, open_source
+from fewbits.training.ranks.sharded_loading import fill, mesh_device, open_empty
 from fewbits.training.ranks.tensor_parallel import tensor_parallel
 
 
@@ -54,8 +54,7 @@ def load_tensor_parallel_model(
         The model and the receipt of all that was done.
     """
     device = mesh_device(tensor)
-    source, config, recipe = open_source(where, seed, device, recipe)
-    model, receipt = empty_model(config, recipe, lora, dtype)
+    source, model, receipt = open_empty(where, seed, device, recipe, lora, dtype)
     if fused:
         receipt.notes.extend(str(fuse(model)).splitlines())
     spec = spec_for(model)
