@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -197,3 +198,40 @@ def test_a_recipe_as_a_value_equals_the_context() -> None:
     x = torch.randn(2, 6)
     te.use_recipe(other, None)
     assert torch.equal(other(x), one(x))
+
+
+def test_another_kind_of_recipe_is_said_once() -> None:
+    layer, x = te.Linear(16, 16), torch.randn(16, 16)
+    with te.autocast(recipe=DelayedScaling()):
+        layer(x)
+    with (
+        pytest.warns(UserWarning, match="Recipe type changed from DelayedScaling to Float8"),
+        te.autocast(recipe=Float8CurrentScaling()),
+    ):
+        layer(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with te.autocast(recipe=Float8CurrentScaling()):
+            layer(x)
+
+
+def test_other_settings_for_quantised_weights_are_said() -> None:
+    with te.quantized_model_init(recipe=DelayedScaling(amax_history_len=8)):
+        layer = te.Linear(16, 16)
+    with (
+        pytest.warns(UserWarning, match="Quantizer is being updated"),
+        te.autocast(recipe=DelayedScaling(amax_history_len=1)),
+    ):
+        layer(torch.randn(16, 16))
+
+
+def test_weights_on_the_meta_device_are_quantised_when_they_are_filled() -> None:
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = te.LayerNormMLP(16, 32, device="meta")
+    assert layer.fc1_weight.device.type == "meta"
+    layer.reset_parameters()
+    assert isinstance(layer.fc1_weight, te.Float8Tensor) and isinstance(layer.fc2_weight, te.Float8Tensor)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = layer(torch.randn(16, 16))
+    y.sum().backward()
+    assert torch.isfinite(y).all() and layer.fc1_weight.grad is not None

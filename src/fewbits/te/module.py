@@ -6,6 +6,7 @@ gives a whole model a recipe as a value, after which no context is needed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ class Module(nn.Module):
             with it, or with None.
         grad_input_quantizer_role: the same of the gradient that goes back to the input.
         module_type: see `QuantizerRole`.
+        after_reset: what the next `reset_parameters` that fills the parameters does last.
         recipe: this module's own recipe, or None for the context's.
     """
 
@@ -54,6 +56,7 @@ class Module(nn.Module):
         self.quantizers: dict[str, list[Quantizer | None]] = {}
         self._slots: tuple[str, torch.device, Slots, Slots] | None = None
         self._weight_operands: dict[str, Operand] = {}
+        self.after_reset: list[Callable[[], None]] = []
         self._init_fns: dict[str, Callable[[Tensor], Any]] = {}
 
     # Parameters
@@ -79,6 +82,9 @@ class Module(nn.Module):
                 setattr(self, name, parameter)
             with torch.no_grad():
                 init(parameter)
+        waiting, self.after_reset = self.after_reset, []
+        for finish in waiting:
+            finish()
 
     # Recipe and quantisers
 
@@ -125,6 +131,7 @@ class Module(nn.Module):
         """The quantisers' slots of the forward and the backward pass; another recipe or device has others."""
         key = repr(recipe)
         if self._slots is None or self._slots[0] != key or self._slots[1] != device:
+            self._say_what_changes(recipe)
             forward = slots_for(recipe, self.roles(forward=True), forward=True, device=device)
             backward = slots_for(recipe, self.roles(forward=False), forward=False, device=device)
             for slots, where in ((forward, "scaling_fwd"), (backward, "scaling_bwd")):
@@ -137,6 +144,25 @@ class Module(nn.Module):
             self.fp8_meta["recipe"], self.fp8_meta["fp8_checkpoint"] = recipe, True
             self.quantizers = {"scaling_fwd": forward.quantizers, "scaling_bwd": backward.quantizers}
         return self._slots[2], self._slots[3]
+
+    def _say_what_changes(self, recipe: Recipe) -> None:
+        """Warn of another kind of recipe, or of other settings for weights that exist quantised alone."""
+        old = self.fp8_meta.get("recipe")
+        if old is None or repr(old) == repr(recipe):
+            return
+        kinds = type(old), type(recipe)
+        if not issubclass(kinds[1], kinds[0]) and not issubclass(kinds[0], kinds[1]):
+            warnings.warn(
+                f"Recipe type changed from {kinds[0].__name__} to {kinds[1].__name__}: this module goes on "
+                "with the new one, and what the old one recorded of its tensors has no meaning for it.",
+                stacklevel=4,
+            )
+        elif any(isinstance(p, QuantizedTensor) for p in self.parameters(recurse=False)):
+            warnings.warn(
+                "Quantizer is being updated, this may affect model behavior: the weights of this module were "
+                f"quantised under {old!r} and go on under {recipe!r}.",
+                stacklevel=4,
+            )
 
     def after_backward(self, numerics: Numerics, *tensors: Tensor | None) -> Callable[[], None] | None:
         """What ends the backward pass of the region's first module, if this is the one."""

@@ -15,7 +15,8 @@ def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot:
     """Replace a module's weights by their quantised form, if ``init`` says so.
 
     Args:
-        module: whose parameters are already filled.
+        module: whose parameters are already filled, or lie on the meta device: those are quantised by the
+            `reset_parameters` that makes and fills them.
         names: of the weights.
         init: what `quantized_model_init` set.
         slot: the weight's place among the forward quantisers.
@@ -27,9 +28,11 @@ def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot:
         "a quantised weight in several parameters",
         "build the layer with one (fuse_qkv_params)",
     )
+    if getattr(module, names[0]).device.type == "meta":
+        module.after_reset.append(lambda: hold_quantized(module, names, init, slot))
+        return
     for name in names:
         weight = getattr(module, name)
-        refuse(weight.device.type == "meta", "quantized_model_init on the meta device", "name a real device")
         forward, _ = module.slots_of(init.recipe, weight.device)
         quantizer = forward.quantizers[slot]
         if quantizer is None:
