@@ -18,7 +18,6 @@ _OTHER_WAYS = {
     "dola_layers": None,
     "constraints": None,
     "force_words_ids": None,
-    "prefill_chunk_size": None,
     "num_beams": 1,
     "num_beam_groups": 1,
     "use_cache": True,

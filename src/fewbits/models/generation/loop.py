@@ -31,6 +31,7 @@ from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
 from fewbits.models.generation.calls import drops, option_of, other_speculation, other_way, with_stop_strings
+from fewbits.models.generation.live.plan import fitting_piece
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
 from fewbits.models.generation.speculation import (
     MOST_GUESSES,
@@ -156,7 +157,8 @@ def _decode(
                 raise Unsupported("another call of generate() runs on this model.")
             padding = _left_padding(read, mask)
             _check_keywords(model, read, padding, keywords)
-            prompt = _prefill(model, read, mask, padding, kv_cache, embedded)
+            piece = generation_config.prefill_chunk_size
+            prompt = _prefill(model, read, mask, padding, kv_cache, embedded, piece)
             step = _ready(state, model, read, prompt, padding, mask, end)
         except Unsupported as error:
             state.say(str(error).rstrip("."))
@@ -167,6 +169,7 @@ def _decode(
                     model, step, guessed, logits_processor, stopping_criteria, streamer
                 )
                 return tokens.run(prompt.logits, input_ids)
+            prompt.cache = None  # the step has its keys and values, and a long prompt's are large
             return tokens_of(model, step, prompt.logits, input_ids, *choose)
     logits_processor.append(RefuseNotFinite(model))
     return model._sample(  # type: ignore[no-any-return]
@@ -276,28 +279,39 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _prefill(
-    model: nn.Module,
+    model: Any,
     input_ids: Tensor,
     mask: Tensor | None,
     padding: Tensor,
     kind: KVCache | None = None,
     embedded: Tensor | None = None,
+    piece: int | None = None,
 ) -> _Prompt:
-    """The prompt through the model itself: its tokens (batch, length), or (batch, length, hidden) vectors."""
+    """The prompt through the model itself: its tokens (batch, length), or (batch, length, hidden) vectors.
+
+    It is read whole, or ``piece`` tokens at a time; where nothing is said, whole if the memory allows it. In
+    few bits it is always read whole, because its tokens attend to each other in 16 bits.
+    """
     from transformers import DynamicCache
 
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    length = input_ids.shape[1]
+    places = (torch.arange(length, device=input_ids.device)[None] - padding[:, None]).clamp(min=0)
     cache = DynamicCache()  # without a config: every layer keeps all tokens, also those of a sliding window
+    piece = piece or fitting_piece(model, len(input_ids), length)
     if kind is not None:
         cache = packed_keywords(model, kind, mask, whole_windows=True)["past_key_values"]
-    out = model(
-        **({"input_ids": input_ids} if embedded is None else {"inputs_embeds": embedded}),
-        attention_mask=mask,
-        position_ids=(places - padding[:, None]).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+        piece = length
+    for begin in range(0, length, piece):
+        cut = slice(begin, begin + piece)
+        read = {"input_ids": input_ids[:, cut]} if embedded is None else {"inputs_embeds": embedded[:, cut]}
+        out = model(
+            **read,
+            attention_mask=None if mask is None else mask[:, : begin + piece],
+            position_ids=places[:, cut],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
     return _Prompt(out.logits[:, -1].float(), cache)
 
 
@@ -353,8 +367,12 @@ def _prove(state: Decoding, model: nn.Module, step: DecodeStep, prompt: _Prompt,
         raise Unsupported("the prompt's logits are NaN or infinite, with which no step can be compared.")
     step.tokens.copy_(prompt.logits.argmax(-1))
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    plain = step.kv_cache is None  # such a cache forgets a token without loss, and a copy takes its memory
+    cache = prompt.cache if plain else deepcopy(prompt.cache)
     with products_in_16_bits(model):
-        apart = step.difference(model, deepcopy(prompt.cache), longer)
+        apart = step.difference(model, cache, longer)
+    if plain:
+        cache.crop(-1)
     if not apart <= ROUNDING * len(step.keys) ** 0.5:
         state.step = None
         reason = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"

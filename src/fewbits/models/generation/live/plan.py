@@ -13,6 +13,7 @@ import torch
 from fewbits.errors import BadInput
 
 MOST_SLOTS = 256
+_ALWAYS_WHOLE = 8192  # tokens of a forward, for which nobody asks how much memory is free
 # What is left for activations, graphs and other programs, of the free memory.
 _SHARE = {"cuda": 0.85, "cpu": 0.5}
 
@@ -40,6 +41,21 @@ def free_bytes(device: torch.device) -> int:
     else:
         free = psutil.virtual_memory().available
     return int(free * _SHARE.get(device.type, 0.5))
+
+
+def fitting_piece(model: Any, batch: int, length: int) -> int:
+    """How many tokens of each of ``batch`` prompts of ``length`` one forward reads: all, or what fits.
+
+    Attention over a piece behind others is slower than over a whole prompt (its mask is no longer plainly
+    causal), so that prompts are cut only where a layer's activations would take half of the free memory.
+    """
+    if batch * length <= _ALWAYS_WHOLE:
+        return length
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    each = (4 * width + 8 * hidden) * model.dtype.itemsize * batch
+    return min(length, max(free_bytes(model.device) // 2 // each, 256))
 
 
 def check_slots(at_a_time: Any) -> None:
