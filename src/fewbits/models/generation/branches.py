@@ -7,8 +7,9 @@ Where that is not to be had, a launch of its own computes t, or the product's ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from fewbits.errors import Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.kernels.generation.operands import LowRankSum, NextInner, RowNorm
 from fewbits.kernels.launch.jit import cdiv
+from fewbits.models.generation.adapters_by_row import AdaptersByRow, Mixed
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,33 @@ class StepBranches:
 
     Attributes:
         dtype: of the copies.
+        by_row: adapters that are chosen by row; None: every row has the active one.
     """
 
     dtype: torch.dtype
+    by_row: AdaptersByRow | None = None
     _copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (copy, the adapter's own)
     _begun: tuple[Tensor, list[Tensor]] | None = None  # x, and of each branch that reads it (parts, M, r)
 
-    def copy_of(self, weight: Tensor) -> Tensor:
-        """A copy of ``weight`` (r, K) or (N, r) that `refresh` keeps equal to it."""
-        copy = weight.detach().to(self.dtype).contiguous().clone()
-        self._copies.append((copy, weight))
+    def part(self, module: nn.Module, path: str) -> Part:
+        """A linear of a module, as decoding's kernels take it, with its branches."""
+        linear: Any = module.get_submodule(path)
+        if self.by_row is not None and hasattr(linear, "base_layer"):
+            return self.by_row.part(linear, path)
+        return plain_part(module, path)
+
+    def copy_of(self, *weights: Tensor, dim: int = 0) -> Tensor:
+        """A copy of weights (r, K) or (N, r), side by side along ``dim``; `refresh` keeps it equal."""
+        copy = torch.cat([weight.detach().to(self.dtype) for weight in weights], dim).contiguous().clone()
+        pieces = copy.split([weight.shape[dim] for weight in weights], dim)
+        self._copies.extend(zip(pieces, weights, strict=True))
         return copy
+
+    def masks(self, reader: Reader, inner: Tensor) -> list[Callable[[], Tensor]]:
+        """What leaves of the inner values (M, ranks) of a product each row's own adapter."""
+        if self.by_row is None:
+            return []
+        return [partial(inner.mul_, self.by_row.mask(reader.branches, len(inner), inner.device))]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -72,7 +90,7 @@ class StepBranches:
 
     def begin(self, out: Tensor, reader: Reader) -> NextInner | None:
         """What the kernel that makes ``out`` (M, N) begins for its reader; None: it has no branches."""
-        if not reader.branches or out.shape[1] % 8:
+        if not reader.branches or out.shape[1] % 8 or self.by_row is not None:
             return None
         places = _places(reader.ranks)
         size = (out.shape[1] // 8, places[-1], 8)
@@ -110,12 +128,21 @@ class StepBranches:
 
         ``beside``: the product itself computes these.
         """
-        weights = [self.copy_of(branch.a) for branch in reader.branches]
+        own = [_each(branch) for branch in reader.branches]
+        weights = [self.copy_of(*(branch.a for branch in each)) for each in own]
+        bs = [self.copy_of(*(branch.b for branch in each), dim=1) for each in own]
         sums = [
-            LowRankSum(self.copy_of(branch.b), t, branch.scaling, a if beside else None)
-            for branch, t, a in zip(reader.branches, inner.split(reader.ranks, dim=1), weights, strict=True)
+            LowRankSum(b, t, branch.scaling, a if beside else None)
+            for branch, b, t, a in zip(
+                reader.branches, bs, inner.split(reader.ranks, dim=1), weights, strict=True
+            )
         ]
         return _placed(reader, sums), weights
+
+
+def _each(branch: Branch) -> list[Branch]:
+    """The branches of which one is made."""
+    return [own for _, own in branch.of] if isinstance(branch, Mixed) else [branch]
 
 
 def _placed(reader: Reader, sums: Sequence[LowRankSum]) -> list[LowRankSum | None]:

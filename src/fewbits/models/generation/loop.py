@@ -30,6 +30,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
+from fewbits.models.generation.adapters_by_row import adapter_rows, names_adapters
 from fewbits.models.generation.calls import drops, option_of, other_speculation, other_way, with_stop_strings
 from fewbits.models.generation.live.plan import fitting_piece
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
@@ -214,6 +215,7 @@ def _speculation(
             state.together = step, rows_step
         together = state.together[1]
         together.refresh()
+        together.choose(adapter_rows(model) * together.batch)
         together.first.copy_(padding.expand(together.batch))
         if draft is None:
             return Speculation(Lookup(most), together)
@@ -329,14 +331,17 @@ def _ready(
     of_model = _state_of(model)
     step = state.step
     kind = getattr(prompt.cache, "kind", None)
+    rows = adapter_rows(model)
     fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
+    fits = fits and step is not None and bool(rows) == bool(step.adapters) and {*rows} <= {*step.adapters}
     if step is None or not fits or state.of_model != of_model:
         state.step = state.together = None  # their memory first
         room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                step = DecodeStep(model, batch=batch, room=room, kv_cache=kind)
+                names = sorted({*rows})
+                step = DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=names)
         except Unsupported as error:
             state.of_model = of_model
             _refuse(state, kind, str(error).rstrip("."))
@@ -345,6 +350,7 @@ def _ready(
             raise Unsupported(f"there is no memory for the keys and values of {room:,} tokens.") from error
         state.step, state.of_model, state.proved = step, of_model, False
     step.refresh()
+    step.choose(rows)
     fill_step(step, prompt.cache, length)
     step.position.fill_(length)
     step.first.copy_(padding)
@@ -407,6 +413,7 @@ def _state_of(model: Any) -> tuple[Any, ...]:
             state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
         state.append((id(module), type(module)))
         hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        hooks = [(number, hook) for number, hook in hooks if not names_adapters(hook)]
         listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
         if listeners or "forward" in vars(module):
             state.append((*listeners, id(vars(module).get("forward"))))

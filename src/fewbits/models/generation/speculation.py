@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.step import DecodeStep
 from fewbits.models.generation.tokens import refuse
 
@@ -114,7 +115,10 @@ def together_with(
     """
     try:
         with torch.inference_mode(False), torch.no_grad():
-            together = DecodeStep(model, batch=rows, room=step.room, beside=step, together=True)
+            together = DecodeStep(
+                model, batch=rows, room=step.room, beside=step, together=True, adapters=step.adapters
+            )
+            together.choose(adapter_rows(model) * rows)
     except torch.OutOfMemoryError as error:
         raise Unsupported("there is no memory to verify guesses.") from error
     begin = int(step.position)

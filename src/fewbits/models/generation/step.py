@@ -46,7 +46,8 @@ from fewbits.kernels.generation.operands import (
 )
 from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
-from fewbits.models.generation.branches import Reader, StepBranches, norm_of, plain_part
+from fewbits.models.generation.adapters_by_row import AdaptersByRow
+from fewbits.models.generation.branches import Reader, StepBranches, norm_of
 from fewbits.models.generation.packed_keys import packed_layer
 from fewbits.models.generation.products import ManyRows
 
@@ -138,6 +139,7 @@ class DecodeStep:
         beside: DecodeStep | None = None,
         together: bool = False,
         kv_cache: KVCache | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Make buffers and prepare all launches.
 
@@ -150,6 +152,7 @@ class DecodeStep:
             together: with ``beside``: all rows are tokens of its first sequence, each at its own position,
                 and each sees those that stand before it.
             kv_cache: in which formats keys and values are kept; None: as the model computes them.
+            adapters: names of those that rows can have (`choose`); (): the active one in all rows.
 
         Raises:
             Unsupported: something in the model that the kernels do not take; the message says what.
@@ -162,13 +165,16 @@ class DecodeStep:
             raise Unsupported(f"steps that share keys and values have them in 16 bits, not in {name}.")
         base = unwrap(model)
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
+        if adapters and hasattr(self._embed, "lora_embedding_A"):
+            raise Unsupported("the embeddings have adapters, which no step chooses by row.")
         weight = next(self._embed.parameters())
         self.device, self.dtype = weight.device, base.get_submodule(self._final_norm).weight.dtype
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise Unsupported(f"the model computes in {self.dtype}; decoding's kernels take 16 bits.")
         self._early = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self._calls: list[Callable[[], Tensor]] = []
-        self._adapters = StepBranches(self.dtype)
+        self.adapters = tuple(adapters)
+        self._adapters = StepBranches(self.dtype, AdaptersByRow(self.adapters) if adapters else None)
         self._workspace = Workspace(self.device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -212,6 +218,11 @@ class DecodeStep:
     def refresh(self) -> None:
         """Take over the adapters' newest values."""
         self._adapters.refresh()
+
+    def choose(self, rows: Sequence[str]) -> None:
+        """Give each row the adapter of this name; only where the step was made with ``adapters``."""
+        if self._adapters.by_row is not None:
+            self._adapters.by_row.choose(rows)
 
     @torch.no_grad()
     def run(self) -> Tensor:
@@ -276,7 +287,7 @@ class DecodeStep:
         """What reads the stream first in a layer."""
         facts, norm = self.spec.attention, self.spec.norm
         assert facts is not None
-        parts = [plain_part(layer, path) for path in facts.inputs]
+        parts = [self._adapters.part(layer, path) for path in facts.inputs]
         return Reader(parts, norm_of(layer, norm.before_attention, self.spec))
 
     def _add_layer(self, layer: nn.Module, after: Reader) -> None:
@@ -298,7 +309,7 @@ class DecodeStep:
             q_norm=None if norm.query is None else norm_of(layer, norm.query, self.spec),
             k_norm=None if norm.key is None else norm_of(layer, norm.key, self.spec),
         )
-        output = Reader([plain_part(layer, facts.output)])
+        output = Reader([self._adapters.part(layer, facts.output)])
         self._add_attention(qkv, attended, rules, kv_heads, output)
         inputs = self._mlp_inputs(layer)
         self._add_product(attended, output, self._hidden, add=True, after=inputs)
@@ -345,7 +356,7 @@ class DecodeStep:
         """What reads the stream behind attention."""
         mlp = self.spec.mlp
         assert mlp is not None
-        parts = [plain_part(layer, path) for path in mlp.inputs]
+        parts = [self._adapters.part(layer, path) for path in mlp.inputs]
         return Reader(parts, norm_of(layer, self.spec.norm.before_mlp, self.spec))
 
     def _add_mlp(self, layer: nn.Module, config: Any, inputs: Reader, after: Reader) -> None:
@@ -355,13 +366,13 @@ class DecodeStep:
         activation = KERNEL_ACTIVATIONS.get(name)
         if activation is None:
             raise Unsupported(f"no kernel has the activation {name!r}.")
-        down = Reader([plain_part(layer, mlp.output)])
+        down = Reader([self._adapters.part(layer, mlp.output)])
         inner = self._buffer(inputs.parts[0].width, self.dtype)
         self._add_product(self._hidden, inputs, inner, activation=activation, after=down)
         self._add_product(inner, down, self._hidden, add=True, after=after)
 
     def _head_of(self, model: nn.Module) -> Reader:
-        part = plain_part(model, locate(model, self.spec, self.spec.head))
+        part = self._adapters.part(model, locate(model, self.spec, self.spec.head))
         return Reader([part], norm_of(model, locate(model, self.spec, self._final_norm), self.spec))
 
     def _one_call(self, reader: Reader, ranks: int) -> bool:
@@ -442,13 +453,14 @@ class DecodeStep:
             return [None] * len(reader.parts)
         inner = self._buffer(sum(reader.ranks), torch.float32)
         by_batch_rows = _FEWEST_OF_A_BATCH <= self.batch < _FEWEST_FOR_THE_LIBRARY
-        beside = by_batch_rows and takes_inner(x)
+        beside = by_batch_rows and takes_inner(x) and self._adapters.by_row is None
         branches, weights = self._adapters.whole(reader, inner, beside)
         if not beside:
             make, rows = self._product_of(weights)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
                 self._calls.append(make(Product(x[cut], weights, inner[cut], norm=reader.norm)).launch)
+        self._calls.extend(self._adapters.masks(reader, inner))
         return branches
 
 

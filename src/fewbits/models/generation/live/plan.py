@@ -55,7 +55,7 @@ def fitting_piece(model: Any, batch: int, length: int) -> int:
     hidden = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     each = (4 * width + 8 * hidden) * model.dtype.itemsize * batch
-    return min(length, max(free_bytes(model.device) // 2 // each, 256))
+    return min(length, max(free_bytes(model.device) // 2 // int(each), 256))
 
 
 def check_slots(at_a_time: Any) -> None:
