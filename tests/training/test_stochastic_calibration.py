@@ -9,8 +9,11 @@ import torch
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
+from fewbits.inference.stochastic.trace import Trace
 from fewbits.models.loading.in_memory import apply_stochastic
+from fewbits.models.packing.split_experts import experts_split
 from fewbits.models.stochastic.in_model import check_config
+from fewbits.nn.split_experts import SplitExperts
 from fewbits.recipes.stochastic_config import (
     LinearSetting,
     StochasticConfig,
@@ -18,6 +21,7 @@ from fewbits.recipes.stochastic_config import (
     config_to_plain,
 )
 from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
+from tests.models.mixtures import mixture
 from tests.models.tiny import tiny, tokens
 
 OPTIONS = dataclasses.replace(STOCHASTIC, chunk_d=32)
@@ -90,3 +94,42 @@ def test_refusals():
     apply_stochastic(model, StochasticConfig(options=OPTIONS, linears=(("*", LinearSetting()),)))
     with pytest.raises(Unsupported, match="calibrate its original form"):
         _calibrate(model)
+
+
+def test_experts_are_calibrated_as_often_as_rows_come_to_them():
+    model = mixture("mixtral")
+    names = {name for name, _ in model.named_modules()}
+    ids = tokens(1, 3).repeat(32, 1)  # six rows at most are told apart, so some expert has none
+    settings = Calibration(levels=LEVELS, rows=64, budget=40, smoothing="smoothquant")
+    config = calibrate_stochastic(model, [ids], settings, options=OPTIONS)
+    assert {name for name, _ in model.named_modules()} == names
+    of_experts = {name: s for name, s in config.linears if ".experts." in name}
+    rows = rows_by_expert(model, ids)
+    assert 0 in rows.values() and len({*rows.values()}) > 2
+    assert set(of_experts) == {
+        f"{n}.{w}" for n in rows for w in ("gate_proj", "up_proj", "down_proj") if rows[n]
+    }
+    apply_stochastic(model, config)
+    with Trace(model, lambda event: None) as trace, torch.no_grad():
+        model(ids)
+    # Where all rows were measured, the budget is met in what the model really runs.
+    assert trace.cycles / trace.macs <= 40 * 1.01 and config.calibration["tokens"] == 96
+
+
+def rows_by_expert(model, ids):
+    rows = {}
+    with experts_split(model), torch.no_grad():
+        split = {n: m for n, m in model.named_modules() if isinstance(m, SplitExperts)}
+        for name, module in split.items():
+            rows |= {f"{name}.{i}": 0 for i in range(module.count)}
+        hooks = [
+            module.get_submodule(f"{i}.up_proj").register_forward_pre_hook(
+                lambda _, args, key=f"{name}.{i}": rows.__setitem__(key, len(args[0]))
+            )
+            for name, module in split.items()
+            for i in range(module.count)
+        ]
+        model(ids)
+        for hook in hooks:
+            hook.remove()
+    return rows

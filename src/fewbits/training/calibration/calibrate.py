@@ -83,7 +83,8 @@ class _Watch:
         if not self.gradients:
             energy = float(importance.sum())
             importance = torch.full_like(importance, 1 / energy if energy else 0.0)
-        return Captured(torch.cat(self.rows), self.absmax, self.total / count, importance, self.num_rows)
+        rows = torch.cat(self.rows) if self.rows else torch.zeros(0, len(self.absmax), dtype=torch.float32)
+        return Captured(rows, self.absmax, self.total / count, importance, self.num_rows)
 
 
 def capture(

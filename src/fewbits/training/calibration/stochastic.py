@@ -3,6 +3,9 @@
 The steps: capture what the linears see; find ``smooth_scales``; protect channels; measure the error of every
 (linear, group of rows, chunk) at every length; give the linears that gain most from it to INT8, up to a share
 of all MACs; spend the budget of cycles on the others (`fewbits.training.calibration.stochastic_lengths`).
+
+Experts are linears of their own for that (`fewbits.models.packing.split_experts`). What a linear costs and
+loses counts as often as rows came to it; one to which none came keeps the options' length, unsmoothed.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.host.conversion import conversion_of
 from fewbits.models.packing.convert import linears_to_replace
+from fewbits.models.packing.split_experts import experts_split
 from fewbits.models.stochastic.in_model import facts_of
 from fewbits.recipes.recipe import Recipe, Rule
 from fewbits.recipes.stochastic_config import AttentionSetting, LinearSetting, StochasticConfig
@@ -94,6 +98,11 @@ class _Linear:
     def macs(self) -> float:
         return float(self.table.macs.sum())
 
+    def weighed(self, share: float) -> _Linear:
+        """The same with errors and MACs of that share of the rows."""
+        table = replace(self.table, errors=self.table.errors * share, macs=self.table.macs * share)
+        return replace(self, table=table, int8_error=self.int8_error * share)
+
 
 def calibrate_stochastic(
     model: Any,
@@ -119,12 +128,26 @@ def calibrate_stochastic(
     if conversion_of(model) is not None:
         raise Unsupported("this model is converted already; calibrate its original form.")
     _check_levels(settings, options)
+    with experts_split(model):
+        return _calibrated(model, batches, settings, options, progress)
+
+
+def _calibrated(
+    model: Any,
+    batches: Iterable[Tensor],
+    settings: Calibration,
+    options: Stochastic,
+    progress: Callable[[int, int], None] | None,
+) -> StochasticConfig:
     names = list(linears_to_replace(model, Recipe(name="all", linear=Rule(weight=options))))
     captured = capture(model, batches, names, rows=settings.rows, gradients=settings.gradients)
+    most = max(one.num_rows for one in captured.values())
     linears = {}
     for done, name in enumerate(names):
         weight = model.get_submodule(name).weight.detach()
-        linears[name] = _measure(captured[name], weight, settings, options)
+        if captured[name].num_rows:
+            linear = _measure(captured[name], weight, settings, options)
+            linears[name] = linear.weighed(captured[name].num_rows / most)
         if progress is not None:
             progress(done + 1, len(names))
     masked = _int8_mask(linears, settings)
@@ -235,7 +258,7 @@ def _provenance(
     total = sum(linear.macs for linear in linears.values())
     return {
         **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()},
-        "tokens": next(iter(captured.values())).num_rows,
+        "tokens": max(one.num_rows for one in captured.values()),
         "mean_cycles": round(mean, 3),
         "int8_macs_share": round(sum(linears[name].macs for name in masked) / total, 4),
     }
