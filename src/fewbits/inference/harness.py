@@ -19,6 +19,7 @@ def run_tasks(
     *,
     limit: int | None = None,
     batch_size: int = 8,
+    folder: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Run tasks by their names there.
 
@@ -28,6 +29,7 @@ def run_tasks(
         tasks: names, as in "hellaswag".
         limit: only so many documents of each.
         batch_size: documents per forward pass.
+        folder: with tasks of your own, a YAML file each as the library describes them.
 
     Returns:
         By task its figures, as the library names them.
@@ -44,14 +46,15 @@ def run_tasks(
         raise Unsupported(
             "tasks need lm-eval, which is not installed: pip install 'fewbits[eval]'."
         ) from error
-    all_tasks = set(TaskManager().all_tasks)
+    manager = TaskManager(include_path=folder)
+    all_tasks = set(manager.all_tasks)
     unknown = [name for name in tasks if name not in all_tasks]
     if unknown or not tasks:
         raise BadInput(
             f"lm-eval has no task {', '.join(unknown) or '(none named)'}; its own command line lists them."
         )
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    outcome = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit)
+    outcome = simple_evaluate(model=wrapped, tasks=list(tasks), limit=limit, task_manager=manager)
     return {
         name: {k: float(v) for k, v in figures.items() if isinstance(v, (int, float))}
         for name, figures in outcome["results"].items()

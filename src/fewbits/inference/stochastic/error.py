@@ -88,11 +88,17 @@ def settings_of(
     A base whose groups share cells has no other scramble, and takes no part in ``scrambles``.
 
     Raises:
-        BadInput: none exists.
+        BadInput: none exists, or a length that no stream of these bits has.
     """
     unknown = [s for s in scrambles if s not in SCRAMBLES]
     if unknown:
         raise BadInput(f"scramble {unknown[0]!r} is unknown; choose from {', '.join(SCRAMBLES)}.")
+    too_long = [length for length in lengths if length > 2**base.sc_prec]
+    if too_long:
+        raise BadInput(
+            f"a stream length of {too_long[0]} is out of range: streams of {base.sc_prec} bits have at most "
+            f"{2**base.sc_prec} steps; give shorter ones."
+        )
     scrambles = (base.scramble,) if base.scramble == "cells" else scrambles
     settings = [
         replace(base, halve_bipolar_stoc_len=half, scramble=scramble, stoc_len=length, rng_levels=None)
@@ -103,7 +109,8 @@ def settings_of(
     ]
     if not settings:
         raise BadInput(
-            f"no stream length of {list(lengths)} fits streams of {base.sc_prec} bits"
+            f"no stream length of {list(lengths)} fits{'' if False in halves else ' halved'} streams of "
+            f"{base.sc_prec} bits"
             f"{f' planned for {base.planned_len} steps' if base.planned_len else ''}; give shorter ones."
         )
     return settings
