@@ -114,6 +114,12 @@ def test_two_processes_and_the_parts_of_a_pass(run, model, text, tmp_path):
         (("sweep", "--operands", "no.npz"), 1, "there is no file no.npz"),
         (("sweep", "--operands", "ab", "--lengths", "x"), 1, "--lengths 'x' is refused"),
         (("sweep", "--operands", "ab", "--scrambles", "owen"), 1, "scramble 'owen' is unknown"),
+        (("sweep", "--operands", "ab", "--lengths", "16,300"), 1, "length of 300 is out of range"),
+        (
+            ("sweep", "--operands", "ab", "--lengths", "200", "--halve", "yes"),
+            1,
+            "[200] fits halved streams",
+        ),
         (("error", "--operands", "AB", "--length", "300"), 1, "stoc_len=300 is refused"),
         (("error", "--operands", "AB", "--heatmap", "t.pdf"), 1, "written as .svg or .png"),
         (("eval", "--model", "m", "--text", "TEXT", "--settings", "TEXT"), 1, "no stochastic configuration"),

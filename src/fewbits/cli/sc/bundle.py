@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import console
-from fewbits.cli.sc.common import print_json
+from fewbits.cli.sc.common import load_original, print_json
 from fewbits.errors import BadInput
 
 
@@ -61,6 +61,5 @@ def _write(args: Namespace) -> list[str]:
 
 
 def _model(args: Namespace) -> Any:
-    from fewbits.cli.models import load
 
-    return load(args)[0]
+    return load_original(args)[0]

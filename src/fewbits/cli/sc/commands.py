@@ -14,6 +14,7 @@ from fewbits.cli.console import Progress, console
 from fewbits.cli.sc.common import (
     PLAIN,
     grid_of,
+    load_original,
     new_table,
     print_json,
     stream_options,
@@ -42,6 +43,14 @@ def sc(args: Namespace) -> int:
         from fewbits.cli.sc.bundle import bundle
 
         return bundle(args)
+    if args.sc_command == "fold":
+        from fewbits.cli.sc.fold import fold
+
+        return fold(args)
+    if args.sc_command == "tasks":
+        from fewbits.cli.sc.tasks import tasks
+
+        return tasks(args)
     if args.sc_command in ("screen", "swap", "allocate"):
         from fewbits.cli.sc import screen as sc_screen
 
@@ -114,7 +123,6 @@ def _sweep(args: Namespace) -> int:
 
 
 def _calibrate(args: Namespace) -> int:
-    from fewbits.cli.models import load
     from fewbits.recipes.stochastic_config import write_config
     from fewbits.training.calibration.stochastic import Calibration, calibrate_stochastic
 
@@ -135,7 +143,7 @@ def _calibrate(args: Namespace) -> int:
     )
     options = stream_options(args, halve=True, scramble="bitrev", length=None)
     text = read_text(args.text)
-    model, tokenizer = load(args)
+    model, tokenizer = load_original(args)
     batches = windows_of(model, tokenizer, text, args)
     with Progress("linears") as advance:
         config = calibrate_stochastic(model, batches, settings, options=options, progress=advance)
@@ -163,13 +171,12 @@ def _operands(args: Namespace) -> Any:
         args.parser.error("--model needs --text, which it is run over")
     if args.rows < 1:
         args.parser.error("--rows must be at least 1")
-    from fewbits.cli.models import load
     from fewbits.formats.stochastic import STOCHASTIC
     from fewbits.models.packing.convert import linears_to_replace
     from fewbits.recipes.recipe import Recipe, Rule
 
     text = read_text(args.text)
-    model, tokenizer = load(args)
+    model, tokenizer = load_original(args)
     linears = linears_to_replace(model, Recipe(name="all", linear=Rule(weight=STOCHASTIC)))
     names = [name for name in linears if fnmatchcase(name, args.layers)]
     if not names:

@@ -143,6 +143,24 @@ def whole_numbers(flag: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
+def load_original(args: Namespace) -> tuple[Any, Any]:
+    """The model and tokenizer of --model, whose weights are as they were trained.
+
+    Raises:
+        BadInput: the folder holds prepared or packed weights, which no other setting can be put on.
+    """
+    from fewbits.cli.models import load
+    from fewbits.host.conversion import conversion_of
+
+    model, tokenizer = load(args)
+    if conversion_of(model) is not None:
+        raise BadInput(
+            f"{args.model} holds weights that are prepared or packed already; give the folder of the "
+            "original model (the figures of this one as it is: fewbits eval, or fewbits sc tasks)."
+        )
+    return model, tokenizer
+
+
 def cut_text(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, args: Namespace) -> Any:
     """The text's windows, as --window, --max-tokens and --blocks say."""
     from fewbits.inference.evaluate import text_windows

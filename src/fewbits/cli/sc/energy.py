@@ -11,7 +11,14 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc.common import cut_text, new_table, print_json, settings_of, windows_of
+from fewbits.cli.sc.common import (
+    cut_text,
+    load_original,
+    new_table,
+    print_json,
+    settings_of,
+    windows_of,
+)
 from fewbits.text_files import read_text
 
 
@@ -49,13 +56,12 @@ _PARTS = ("streams", "conversion", "integer", "float", "near", "far")
 
 
 def _measured(args: Namespace, prices: Any) -> list[dict[str, Any]]:
-    from fewbits.cli.models import load
     from fewbits.inference.stochastic.energy import energy_of
     from fewbits.inference.stochastic.evaluation import Ledger, evaluate_setting, under_setting
     from fewbits.inference.stochastic.work import count_work
 
     text, settings, ledger = read_text(args.text), settings_of(args), Ledger(args.output)
-    model, tokenizer = load(args)
+    model, tokenizer = load_original(args)
     cut = cut_text(model, tokenizer, text, args)
     one = windows_of(model, tokenizer, text, args)[0]
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}

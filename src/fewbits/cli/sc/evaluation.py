@@ -12,7 +12,16 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc.common import cut_text, grid_of, name_of, new_table, print_json, settings_of, words_of
+from fewbits.cli.sc.common import (
+    cut_text,
+    grid_of,
+    load_original,
+    name_of,
+    new_table,
+    print_json,
+    settings_of,
+    words_of,
+)
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
 
@@ -47,13 +56,12 @@ def evaluate(args: Namespace) -> int:
 
 
 def _rows(args: Namespace) -> list[dict[str, Any]]:
-    from fewbits.cli.models import load
     from fewbits.inference.stochastic.evaluation import Ledger, evaluate_setting
 
     share = _share(args.share)
     text, settings = read_text(args.text), settings_of(args)
     ledger = Ledger(args.output, share)
-    model, tokenizer = load(args)
+    model, tokenizer = load_original(args)
     cut = cut_text(model, tokenizer, text, args)
     facts = {"model": str(args.model), "text": str(args.text), "dtype": str(model.dtype)}
     words = {name_of(options): words_of(options) for options in grid_of(args)}

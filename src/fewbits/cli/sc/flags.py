@@ -8,7 +8,15 @@ from typing import Any
 
 from fewbits.cli.sc.texts import SC_TEXTS
 
-_ON_A_MODEL = ("eval", "energy", "screen", "swap", "calibrate")  # the others may have operands from a file
+_ON_A_MODEL = (
+    "eval",
+    "tasks",
+    "energy",
+    "screen",
+    "swap",
+    "calibrate",
+    "fold",
+)  # the others may have operands from a file
 
 
 def add_sc_flags(
@@ -31,7 +39,8 @@ def add_sc_flags(
             command.add_argument("--json", action="store_true", help="print the result as JSON")
             continue
         model_options(command, name in _ON_A_MODEL)
-        _text_options(command, required=name in _ON_A_MODEL)
+        if name != "tasks":
+            _text_options(command, required=name in _ON_A_MODEL and name != "fold")
         if name in ("error", "sweep"):
             command.add_argument(
                 "--operands",
@@ -161,6 +170,57 @@ def _energy_flags(command: argparse.ArgumentParser) -> None:
         help="tokens for which the weights are read once (default: %(default)s, decoding for one user)",
     )
     _eval_flags(command)
+
+
+def _tasks_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tasks", required=True, metavar="A,B", help="tasks of lm-evaluation-harness, by their names there"
+    )
+    command.add_argument(
+        "--settings",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a configuration file, or one stream length for all products; may be repeated (default: the "
+        "model as it is)",
+    )
+    command.add_argument(
+        "--attention",
+        action="store_true",
+        help="with a stream length: use it for both attention products too",
+    )
+    command.add_argument("--task-folder", metavar="DIR", help="a folder with tasks of your own, as YAML")
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    command.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="documents per forward pass (default: %(default)s)",
+    )
+
+
+def _fold_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", required=True, metavar="DIR", help="the model folder to write")
+    command.add_argument("--overwrite", action="store_true", help="replace what is in the folder")
+    command.add_argument(
+        "--parts",
+        default="values,residual",
+        metavar="A,B",
+        help="what to fold: scales (between queries and keys), values and residual (rotations) (default: "
+        "%(default)s)",
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of the rotation's signs (default: %(default)s)"
+    )
+    command.add_argument(
+        "--length", type=int, metavar="N", help="stream length that scales are chosen for (default: 32)"
+    )
+    command.add_argument(
+        "--powers-of-two",
+        action="store_true",
+        help="choose only scales that change no bit of the exact model",
+    )
 
 
 def _screen_flags(command: argparse.ArgumentParser) -> None:
@@ -419,6 +479,8 @@ _FLAGS = {
     "error": _error_flags,
     "sweep": _sweep_flags,
     "eval": _whole_eval_flags,
+    "tasks": _tasks_flags,
+    "fold": _fold_flags,
     "energy": _energy_flags,
     "screen": _screen_flags,
     "swap": _swap_flags,

@@ -10,7 +10,15 @@ from typing import Any
 from rich.markup import escape
 
 from fewbits.cli.console import Progress, console
-from fewbits.cli.sc.common import config_of, cut_text, new_table, print_json, stream_options, whole_numbers
+from fewbits.cli.sc.common import (
+    config_of,
+    cut_text,
+    load_original,
+    new_table,
+    print_json,
+    stream_options,
+    whole_numbers,
+)
 from fewbits.errors import BadInput
 from fewbits.text_files import read_text
 
@@ -196,8 +204,7 @@ def _base(args: Namespace) -> Any:
 
 
 def _model_and_windows(args: Namespace) -> tuple[Any, Any]:
-    from fewbits.cli.models import load
 
     text = read_text(args.text)
-    model, tokenizer = load(args)
+    model, tokenizer = load_original(args)
     return model, cut_text(model, tokenizer, text, args)

@@ -32,6 +32,15 @@ fewbits sc eval --model models/stories3m --text story.txt --lengths 16,32,64,128
 fewbits sc eval --model models/llama --text wiki.txt --settings mixed.yaml --output eval.jsonl
 """,
     ),
+    "tasks": Text(
+        "run tasks of lm-evaluation-harness under stochastic settings",
+        "Run tasks on a model under each setting, and say what ran: every linear layer, expert and\n"
+        "attention that a setting makes stochastic is counted, and one that ran otherwise is an error.",
+        """
+fewbits sc tasks --model models/llama --tasks arc_easy,piqa --settings mixed.yaml --limit 200
+fewbits sc tasks --model models/llama --tasks my_task --task-folder tasks --settings 32 --attention
+""",
+    ),
     "energy": Text(
         "estimate the energy of a token under each setting, beside its perplexity",
         "Price every operation of a token (streams, conversions, INT and FP products, memory traffic) under\n"
@@ -76,6 +85,15 @@ fewbits sc allocate --swaps swaps.json --budget 32 --over all --int8 --int8-cycl
         """
 fewbits sc bundle --wrapper cell/wrapper.json --hybrid cell/hybrid.json --output c.yaml
 fewbits sc bundle --settings mixed.yaml --model models/llama --output bundle
+""",
+    ),
+    "fold": Text(
+        "fold rotations and scales into a model's weights, which streams then round less",
+        "Write a model that computes exactly the same in floating point, but loses less in streams: values\n"
+        "and the residual stream rotated by Hadamard matrices, scales between queries and keys.",
+        """
+fewbits sc fold --model models/stories3m --output folded
+fewbits sc fold --model models/llama --output folded --parts scales,values,residual --text wiki.txt
 """,
     ),
     "calibrate": Text(
