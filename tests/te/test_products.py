@@ -8,6 +8,10 @@ import torch
 
 import fewbits.te as te
 from fewbits.errors import BadInput
+from fewbits.formats.base import Packed
+from fewbits.formats.bits import unpack_bits
+from fewbits.te.float4 import e2m1_values
+from fewbits.te.product import product
 from fewbits.te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -194,3 +198,19 @@ def test_empty_inputs() -> None:
             y = layer(torch.zeros(0, 8, requires_grad=True))
         y.sum().backward()
         assert y.shape == (0, 4) and float(layer.weight.grad.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_the_float32_scale_of_nvfp4_is_multiplied_once(by_row: bool) -> None:
+    def exact(packed: Packed) -> torch.Tensor:
+        values = e2m1_values(unpack_bits(packed.codes, 4, 256)).double()
+        scales = packed.scales.double().repeat_interleave(16, 1)
+        return values * scales * packed.parts["amax"].double().view(-1, 1) / (448 * 6)
+
+    torch.manual_seed(5)
+    x, w = torch.randn(16, 256), torch.randn(8, 256)
+    a = te.NVFP4Quantizer(row_scaled_nvfp4=by_row).operand(x, rows=True, columns=False).rows
+    b = te.NVFP4Quantizer().operand(w, rows=True, columns=False).rows
+    y = product(a, b, torch.float32).double()
+    # sums of code times scale are exact: what is left are a few roundings of the result itself
+    torch.testing.assert_close(y, exact(a) @ exact(b).t(), rtol=2**-21, atol=0)

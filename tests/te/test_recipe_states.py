@@ -8,7 +8,7 @@ import torch
 import fewbits.te as te
 from fewbits.errors import BadInput
 from fewbits.te import quantizer_factories
-from fewbits.te.recipe_state import NVFP4BlockScalingRecipeState, RecipeState
+from fewbits.te.recipe_state import NVFP4BlockScalingRecipeState, RecipeState, get_fp8_te_dtype
 
 RECIPES = {
     "delayed_scaling_factory": te.recipe.DelayedScaling(),
@@ -120,3 +120,10 @@ def test_mxfp8_columns_lie_as_the_matrix_does() -> None:
     scales = torch.exp2(tensor._columnwise_scale_inv[:2, :96].float() - 127)
     back = values * scales.repeat_interleave(32, 0)
     assert torch.equal(back, tensor.operand().columns.dequantize(torch.float32).t())
+
+
+def test_types_of_codes() -> None:
+    hybrid = te.recipe.DelayedScaling()
+    assert get_fp8_te_dtype(hybrid) is te.DType.kFloat8E4M3
+    assert get_fp8_te_dtype(hybrid, fprop_tensor=False) is te.DType.kFloat8E5M2
+    assert get_fp8_te_dtype(te.recipe.Float8BlockScaling(), fprop_tensor=False) is te.DType.kFloat8E4M3

@@ -80,6 +80,11 @@ class Float4(BlockFormat):
         }
 
     @property
+    def largest_of_tensor(self) -> float:
+        """The largest value before the float32 scale: a code of 6 under the largest scale."""
+        return self.scale_bound * _LARGEST
+
+    @property
     def bits(self) -> int:
         """Bits of a code."""
         return 4
@@ -89,7 +94,7 @@ class Float4(BlockFormat):
         blocks = x.values.float()
         block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
         amax = block_amax.amax(dim=2 if self.by_row else (0, 2), keepdim=True)
-        bound = amax.new_full((), self.scale_bound * _LARGEST)
+        bound = amax.new_full((), self.largest_of_tensor)
         encode = (bound / amax).clamp(max=_FLOAT32_MAX)
         encode = torch.where(encode == 0, torch.ones_like(encode), encode)
         if self.four_over_six:
@@ -103,7 +108,7 @@ class Float4(BlockFormat):
     def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
         """See `BlockFormat.decoded`."""
         amax = packed.parts["amax"]
-        whole = (amax / amax.new_full((), self.scale_bound * _LARGEST)).view(-1, 1, 1, 1)
+        whole = (amax / amax.new_full((), self.largest_of_tensor)).view(-1, 1, 1, 1)
         return e2m1_values(codes) * (scales.float() * whole)
 
     def _better_of_two(
@@ -115,13 +120,31 @@ class Float4(BlockFormat):
         for scales in (_to_e4m3(base * 1.5), _to_e4m3(base)):
             codes = e2m1_codes(blocks * _inverse(scales, encode))
             decoded = e2m1_values(codes) * scales.float() * amax
-            difference = decoded / amax.new_full((), self.scale_bound * _LARGEST) - blocks
+            difference = decoded / amax.new_full((), self.largest_of_tensor) - blocks
             error = difference.abs() if self.four_over_six == "MAE" else difference * difference
             results.append((codes, scales, _sum_in_order(error)))
         (codes4, scales4, error4), (codes6, scales6, error6) = results
         four = error4 < error6
         scales = torch.where(four, scales4.view(torch.uint8), scales6.view(torch.uint8))
         return torch.where(four, codes4, codes6), scales.view(torch.float8_e4m3fn)
+
+
+def is_float4(packed: Packed) -> bool:
+    """Whether a matrix is in a format of this file."""
+    return isinstance(packed.format, Float4)
+
+
+def tensor_scale_apart(packed: Packed) -> tuple[Tensor, Tensor]:
+    """What a matrix (M, K) stands for without its float32 scale, and that scale, (1, 1) or (M, 1).
+
+    A code times its block's scale has few bits, so that sums of their products are nearly exact; a product
+    unit multiplies them by the float32 scales once, at the end.
+    """
+    assert isinstance(packed.format, Float4)
+    amax, largest = packed.parts["amax"], packed.format.largest_of_tensor
+    parts = {**packed.parts, "amax": torch.full_like(amax, largest)}
+    values = Packed(packed.format, packed.shape, packed.dtype, parts).dequantize(torch.float32)
+    return values, amax.reshape(-1, 1) / largest
 
 
 def _sum_in_order(error: Tensor) -> Tensor:

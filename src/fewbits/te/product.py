@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Packed
 from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.te.float4 import is_float4, tensor_scale_apart
 from fewbits.te.operand import Operand, plain
 from fewbits.te.quantizers import IdentityQuantizer, Quantizer
 
@@ -70,6 +71,9 @@ def product(a: Packed | Tensor, b: Packed | Tensor, dtype: torch.dtype) -> Tenso
         return a.to(dtype) @ b.to(dtype).t()
     if isinstance(a, Packed) and isinstance(b, Packed) and _has_one_scale(a) and _has_one_scale(b):
         return ((a.codes.float() @ b.codes.float().t()) * (a.scales * b.scales)).to(dtype)
+    if isinstance(a, Packed) and isinstance(b, Packed) and is_float4(a) and is_float4(b):
+        (a_MK, of_a), (b_NK, of_b) = tensor_scale_apart(a), tensor_scale_apart(b)
+        return ((a_MK @ b_NK.t()) * (of_a * of_b.t())).to(dtype)
     return (plain(a, torch.float32) @ plain(b, torch.float32).t()).to(dtype)
 
 

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.te.delayed import codes_dtype
 from fewbits.te.operands import slots_for
 from fewbits.te.quantizers import Quantizer
 from fewbits.te.recipe import Recipe
-from fewbits.te.roles import QuantizerRole
+from fewbits.te.roles import DType, QuantizerRole
 from fewbits.te.support import default_device
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """torch's type of the codes that a recipe has for the forward pass, or else for gradients."""
+    return codes_dtype(fp8_recipe.fp8_format, forward=fprop_tensor)
+
+
+def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
+    """The same as a `DType`."""
+    e4m3 = get_fp8_torch_dtype(fp8_recipe, fprop_tensor) is torch.float8_e4m3fn
+    return DType.kFloat8E4M3 if e4m3 else DType.kFloat8E5M2
 
 
 class RecipeState:
