@@ -30,7 +30,10 @@ from peer_suites import transformer_engine_attention as theirs
 from torch.overrides import TorchFunctionMode
 
 import fewbits.te as te
+from fewbits.formats.base import Packed
 from fewbits.te import drop_in, support
+from fewbits.te.float4 import Float4
+from fewbits.te.operand import Operand
 
 _RUNNING = {"test": False}
 _STARTED = time.monotonic()
@@ -200,6 +203,27 @@ class _Stream:
     wait_event = record_event = synchronize = lambda self, *a, **k: None
 
 
+def _operand_of_theirs(self: Any, x: Any, *, rows: bool, columns: bool) -> Operand:
+    """What one of Transformer Engine's reference quantisers makes of x (M, K), for products of ours."""
+    theirs_only = sys.modules.get(f"{_ReferenceFinder.package}.reference_nvfp4")
+    if theirs_only is None or not isinstance(self, theirs_only.NVFP4QuantizerRef):
+        pytest.skip(f"reaches into {type(self).__name__}")
+    self.rowwise_usage, self.columnwise_usage = rows, columns
+    q = self.quantize(x.detach())
+
+    def packed(codes: Any, scales: Any, amax: Any, shape: tuple[int, int]) -> Packed:
+        kind = Float4(name="nvfp4", by_row=amax.numel() > 1, scale_bound=float(self.nvfp4_e4m3_max))
+        amax = amax.reshape(-1, 1) if kind.by_row else amax.reshape(1)
+        parts = {"codes": codes.view(torch.uint8), "scales": scales.to(torch.float8_e4m3fn), "amax": amax}
+        return Packed(kind, shape, x.dtype, parts)
+
+    M, K = x.shape
+    return Operand(
+        packed(q.data, q.scale, q.global_amax_row, (M, K)) if rows else None,
+        packed(q.data_t, q.scale_t, q.global_amax_col, (K, M)) if columns else None,
+    )
+
+
 def _cpu(device: Any, integers: bool = False) -> Any:
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
@@ -286,6 +310,7 @@ def pytest_configure(config: Any) -> None:
                 return _missing(place)
 
     drop_in._View.__getattr__ = or_missing
+    te.Quantizer.operand = _operand_of_theirs  # quantisers of ours have their own
     drop_in._View.__path__ = []  # so that the finder of stand-ins is asked for what is below a view
     sys.meta_path += [_ReferenceFinder(), _StandInFinder()]
     if not torch.cuda.is_available():
