@@ -2,8 +2,8 @@
 
 Instances only: each decoder layer gets a ``forward`` of its own that hands over to
 `fewbits.decoder.attention_half` and `fewbits.decoder.mlp_half`; modules, parameters, names and classes stay.
-Where a node cannot do what a layer asks for (a KV cache, dropout, several adapters at once), that call takes
-the layer's own forward, and `fusion_of` says how often and why. `unfuse` takes it all out again.
+Where a node cannot do what a layer asks for (a KV cache that holds tokens, dropout, several adapters), that
+call takes the layer's own forward, and `fusion_of` says how often and why. `unfuse` takes it all out again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fewbits.decoder.keep import KEEP_NONE, Keep
 from fewbits.decoder.offload import HostStash
+from fewbits.decoder.prompt_cache import begins_a_cache
 from fewbits.errors import NotFused, Unsupported
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part, take_part
@@ -115,13 +116,15 @@ class FusedForward:
         **kwargs: Any,
     ) -> Tensor:
         """(B, S, H) to (B, S, H)."""
-        if torch.is_grad_enabled() or past_key_values is None:
+        begins = not torch.is_grad_enabled() and self._begins(past_key_values, hidden_states, attention_mask)
+        if torch.is_grad_enabled() or past_key_values is None or begins:
+            words = {**kwargs, "past_key_values": past_key_values} if begins else kwargs
+            cache = None if begins else past_key_values
             try:
-                return self._fused(
-                    hidden_states, attention_mask, past_key_values, position_embeddings, kwargs
-                )
+                return self._fused(hidden_states, attention_mask, cache, position_embeddings, words)
             except NotFused as reason:
-                self._note(str(reason))
+                if not begins:  # a prompt through the layer's own forward is right, and what it always was
+                    self._note(str(reason))
         result: Tensor = type(self.layer).forward(
             self.layer,
             hidden_states,
@@ -133,6 +136,13 @@ class FusedForward:
             **kwargs,
         )
         return result
+
+    def _begins(self, cache: Any, x: Tensor, mask: Tensor | None) -> bool:
+        """Whether this call reads the first tokens x (B, S, H) into a cache."""
+        if cache is None or self.unproved is not None:
+            return False
+        attention: Any = self.layer.get_submodule(self.parts.attention_path)
+        return begins_a_cache(cache, getattr(attention, "layer_idx", None), x, mask)
 
     def _fused(
         self,

@@ -26,6 +26,7 @@ from fewbits.decoder.products import (
     RoundedProjection,
 )
 from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart, write_adapters
+from fewbits.decoder.prompt_cache import filling
 from fewbits.decoder.scales import Slot
 from fewbits.decoder.weight_scales import WeightScale, scale_of, scales_of
 from fewbits.errors import NotFused
@@ -117,7 +118,7 @@ class LayerParts:
             o=self._projection((facts.output,), dtype, keep),
             layout=layout,
             rotary=rotary,
-            attend=self._attend(x, module, mask, kwargs),
+            attend=filling(self._attend(x, module, mask, kwargs), kwargs.get("past_key_values"), module),
             q_norm=self._optional(self.spec.norm.query),
             k_norm=self._optional(self.spec.norm.key),
             post_norm=self._optional(self.spec.norm.after_attention),
