@@ -10,8 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import fewbits
+from fewbits import FastLanguageModel
 from fewbits.decoder import parts as decoder_parts
 from fewbits.decoder.fuse import fusion_of
+from fewbits.models import fast
 from fewbits.models.generation.packed_cache import PackedCache
 from tests.models.tiny import tiny, tokens
 
@@ -105,3 +107,20 @@ def test_float8_products_are_the_recipes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert count[0] == model.config.num_hidden_layers
     seen = given["attention_mask"].bool()
     assert float((logits - own)[seen].float().norm() / own[seen].float().norm()) < 0.1
+
+
+def test_a_model_made_ready_to_generate_is_fused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CPU that passes for a GPU; once, and without saying the same again."""
+    monkeypatch.setattr(fast, "_is_on_gpu", lambda model: True)
+    model, given = tiny("llama"), padded()
+    own, _ = read(model, given, DynamicCache(config=model.config))
+    for _ in range(2):
+        FastLanguageModel.for_inference(model)
+    count = nodes(monkeypatch)
+    logits, _ = read(model, given, DynamicCache(config=model.config))
+    assert count[0] == model.config.num_hidden_layers
+    seen = given["attention_mask"].bool()
+    torch.testing.assert_close(logits[seen], own[seen], rtol=1e-4, atol=1e-4)
+    assert len(set(model.fewbits_notes)) == len(model.fewbits_notes)
+    fewbits.restore(model)
+    assert fusion_of(model) is None

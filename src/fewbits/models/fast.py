@@ -20,7 +20,7 @@ from fewbits.decoder.keep import keep_for
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
 from fewbits.host.conversion import conversion_of
-from fewbits.host.record import add_notes
+from fewbits.host.record import add_notes, notes_of
 from fewbits.models.adapting.adapters import get_peft_model, load_adapter
 from fewbits.models.adapting.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.adapting.files import fit_vocabulary
@@ -218,9 +218,14 @@ class FastLanguageModel:
 
     @staticmethod
     def for_inference(model: Any) -> Any:
-        """Make a model ready to generate: evaluation mode, KV cache on, no gradient checkpointing."""
+        """Make a model ready to generate: evaluation mode, KV cache on, no gradient checkpointing.
+
+        On a GPU its layers are fused, as get_peft_model does it for training: prompts are read through them.
+        """
         checkpoint_layers(model, False)
         model.config.use_cache = True
+        said = notes_of(model)
+        add_notes(model, [note for note in _fused_on_gpu(model) if note not in said])
         return model.eval()
 
     @staticmethod
