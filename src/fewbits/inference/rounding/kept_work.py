@@ -1,4 +1,4 @@
-"""What a calibration has done is kept beside its destination: the same call goes on where it stopped."""
+"""What long work has done is kept beside its destination: the same call goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewbits.errors import BadCheckpoint, BadInput
 from fewbits.models.folders.checkpoint import inspect_folder
@@ -21,11 +22,17 @@ _OURS = re.compile(r"(layer-\d{5}|state|losses)\.(safetensors|json|partial)$")
 
 
 class KeptWork:
-    """What is done, beside the destination, until all is."""
+    """What is done, beside the destination, until all is.
 
-    def __init__(self, target: Path, fingerprint: str) -> None:
+    Args:
+        target: the destination.
+        fingerprint: what the call is known by; what another call has kept is removed.
+        suffix: of the folder's name.
+    """
+
+    def __init__(self, target: Path, fingerprint: str, *, suffix: str = ".calibration") -> None:
         target = target.resolve() if target.is_dir() else target.absolute()  # "." has no name of its own
-        self.folder = target.with_name(target.name + ".calibration")
+        self.folder = target.with_name(target.name + suffix)
         state = self.folder / _STATE
         if self.folder.exists() and self._of(state) != fingerprint:
             self.remove()  # of another call
@@ -54,16 +61,22 @@ class KeptWork:
                 f"{file} cannot be read ({type(error).__name__}); remove {self.folder} and start again."
             ) from error
 
-    def save(self, number: int, layer: nn.Module, numbers: dict[str, Any]) -> None:
-        """Keep a finished layer: the tensors come last, by one rename, so that what is there is whole."""
+    def save(self, number: int, tensors: Mapping[str, Tensor], numbers: dict[str, Any]) -> None:
+        """Keep a finished layer: the tensors come last, by one rename, so that what is there is whole.
+
+        Args:
+            number: of the layer.
+            tensors: weights (N, K) or their parts, and what else the layer has, by name.
+            numbers: its errors, which belong to no other tensors than these.
+        """
         file = self._file(number)
         file.with_suffix(".json").write_text(json.dumps(numbers), encoding="utf-8")
         partial = file.with_suffix(".partial")
-        save_file({n: t.contiguous() for n, t in layer.state_dict().items()}, partial)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, partial)
         partial.replace(file)
 
     def remove(self) -> None:
-        """Take away what calibration wrote, and nothing else.
+        """Take away what was kept, and nothing else.
 
         Raises:
             BadInput: there is something else in the folder.

@@ -224,7 +224,7 @@ class _Work:
             outputs = [output_of(layer, x, words[name]) for x in plain]
             if rounded is None:
                 self._round(name, layer, Flow(hidden=hidden, plain=plain, words=words[name]))
-                cache.save(number, layer, self._numbers(name))
+                cache.save(number, layer.state_dict(), self._numbers(name))
             else:
                 self._take(name, layer, *rounded)
                 resumed += 1
