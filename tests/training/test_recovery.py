@@ -1,0 +1,129 @@
+"""Distillation after rounding: it lowers the divergence, keeps codes and size, is resumed, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fewbits import FastLanguageModel
+from fewbits.cli import main
+from fewbits.errors import BadInput, Unsupported
+from fewbits.inference.export import quantize_checkpoint
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.training.calibration import recovery
+from fewbits.training.calibration.recovery import recover_checkpoint
+from tests.inference.rounding.test_pipeline import rows
+from tests.models.loading import packed_state, same, save_tiny
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recovery")
+    save_tiny(folder / "base")
+    for name in ("int3_g32", "mxfp4"):
+        quantize_checkpoint(folder / "base", folder / name, {"name": name, "linear": {"weight": name}})
+    rows(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def a_step_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this clock, so that the number of steps is the same on every machine."""
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(recovery.time, "perf_counter", lambda: next(ticks))
+
+
+def recover(folders: Path, target: Path, name: str = "int3_g32", **words: object) -> recovery.RecoveryResult:
+    options = {"minutes": 0.1, "length": 32, **words}
+    return recover_checkpoint(folders / "base", folders / name, target, folders / "rows.jsonl", **options)  # type: ignore[arg-type]
+
+
+def test_scales_and_norms_learn_and_codes_stay(folders: Path, tmp_path: Path) -> None:
+    result = recover(folders, tmp_path / "out")
+    assert result.steps == 6 and result.after < result.before
+    before, after = (
+        FastLanguageModel.from_pretrained(f)[0] for f in (folders / "int3_g32", tmp_path / "out")
+    )
+    pairs = zip(before.named_modules(), after.named_modules(), strict=True)
+    packed = [(a, b) for (_, a), (_, b) in pairs if isinstance(a, QuantizedLinear)]
+    assert len(packed) == 14
+    assert all(torch.equal(a.packed.codes, b.packed.codes) for a, b in packed)
+    assert not any(torch.equal(a.packed.parts["scales"], b.packed.parts["scales"]) for a, b in packed)
+    assert not torch.equal(before.model.norm.weight, after.model.norm.weight)
+    sizes = [sum(p.numel() * p.element_size() for p in m.parameters()) for m in (before, after)]
+    assert sizes[0] == sizes[1]
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.slow
+def test_an_interrupted_recovery_goes_on(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped and whole runs are the same steps."""
+    monkeypatch.setattr(recovery, "_KEEP_S", 0.0)
+    done = 0
+
+    def stop(seconds: int, of: int) -> None:
+        nonlocal done
+        done += 1
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        recover(folders, tmp_path / "out", progress=stop)
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.recovery").is_dir()
+    again, whole = (recover(folders, tmp_path / name) for name in ("out", "whole"))
+    assert again.steps == whole.steps == 6 and again.after == whole.after
+    models = [FastLanguageModel.from_pretrained(tmp_path / name)[0] for name in ("out", "whole")]
+    assert same(packed_state(models[0]), packed_state(models[1]))
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "whole"}
+
+
+@pytest.mark.slow
+def test_harm_is_not_taken(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_RATE", 10.0)
+    result = recover(folders, tmp_path / "out")
+    assert result.after == result.before and "none is taken" in result.sentence
+    models = [FastLanguageModel.from_pretrained(f)[0] for f in (folders / "int3_g32", tmp_path / "out")]
+    assert same(packed_state(models[0]), packed_state(models[1]))
+
+
+def test_a_format_with_other_scales_trains_its_norms(folders: Path, tmp_path: Path) -> None:
+    result = recover(folders, tmp_path / "out", "mxfp4")
+    assert result.trained == 5 * 64 and result.after <= result.before
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_where_it_was_stopped(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", str(folders / "base"), str(tmp_path / "out"), "--format", "int3_g32"]
+    words += ["--calibrate", str(folders / "rows.jsonl"), "--samples", "4", "--length", "32"]
+    with monkeypatch.context() as changed:
+        changed.setattr(recovery, "write_packed", None)
+        assert main([*words, "--recover", "0.1"]) != 0
+    folder_names = {p.name.partition("-")[0] for p in tmp_path.iterdir()}
+    assert folder_names == {"out.rounded", "out.recovery"}
+    capsys.readouterr()
+    assert main([*words, "--recover", "0.1", "--json"]) == 0
+    told = capsys.readouterr()
+    numbers = json.loads(told.out)["recovery"]
+    assert "was rounded by an earlier call" in told.err and numbers["after"] < numbers["before"]
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    assert main([*words[:-6], "--recover", "1"]) == 1
+    assert "--recover says how to calibrate" in capsys.readouterr().err
+
+
+def test_what_cannot_be_recovered_is_refused(folders: Path, tmp_path: Path) -> None:
+    for minutes in (0.0, float("nan")):
+        with pytest.raises(BadInput, match="minutes recover nothing"):
+            recover(folders, tmp_path / "out", minutes=minutes)
+    with pytest.raises(Unsupported, match="base is not packed; quantise it first"):
+        recover(folders, tmp_path / "out", "base")
+    few = rows(tmp_path, 1)
+    with pytest.raises(BadInput, match="has 50 tokens, and calibration needs 64"):
+        recover_checkpoint(folders / "base", folders / "mxfp4", tmp_path / "out", few, minutes=1.0, length=32)
+    assert not (tmp_path / "out").exists()
