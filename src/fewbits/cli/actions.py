@@ -183,8 +183,10 @@ def quantize(args: Namespace) -> int:
     from fewbits.inference.export import quantize_checkpoint
 
     if args.calibrate is not None:
-        return _calibrate(args)
-    for name in ("method", "samples", "length", "bits", "report"):
+        from fewbits.cli.calibration import calibrate
+
+        return calibrate(args)
+    for name in ("method", "samples", "length", "bits", "report", "recover"):
         if getattr(args, name) is not None:
             raise BadInput(f"--{name} says how to calibrate; give --calibrate ROWS too, or leave it out.")
     if args.recipe is None and args.format is None:
@@ -200,47 +202,6 @@ def quantize(args: Namespace) -> int:
         sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
     else:
         console().print(quantization_table(result))
-    return 0
-
-
-def _calibrate(args: Namespace) -> int:
-    """``fewbits quantize --calibrate``."""
-    from fewbits.cli.rounding_report import check_report, write_report
-    from fewbits.cli.tables import quantization_table
-    from fewbits.inference.rounding.budget import CANDIDATES, Budget
-    from fewbits.inference.rounding.pipeline import calibrate_checkpoint
-
-    names = () if args.format is None else tuple(args.format.split(","))
-    if args.bits is None and len(names) != 1:
-        raise BadInput(
-            "--calibrate rounds to one format: give --format NAME in place of --recipe; or it chooses for "
-            "each linear within a budget, --bits N, and among --format a,b,c."
-        )
-    if args.report is not None:
-        check_report(Path(args.report))
-    with Progress("layers") as advance:
-        result = calibrate_checkpoint(
-            args.source,
-            args.destination,
-            names[0] if args.bits is None else Budget(bits=args.bits, formats=names or CANDIDATES),
-            args.calibrate,
-            method=args.method or "gptq",
-            windows=(
-                128 if args.samples is None else args.samples,
-                512 if args.length is None else args.length,
-            ),
-            overwrite=args.overwrite,
-            progress=advance,
-        )
-    if args.report is not None:
-        with Progress("formats") as advance:
-            write_report(result, args.source, args.calibrate, Path(args.report), progress=advance)
-    if args.json:
-        sys.stdout.write(json.dumps(result.as_dict(), indent=2) + "\n")
-    else:
-        console().print(quantization_table(result))
-        for note in result.notes:
-            console().print(note, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 

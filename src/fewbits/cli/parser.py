@@ -302,6 +302,12 @@ def _quantize(commands: Commands) -> None:
     sub.add_argument(
         "--report", metavar="FILE", help="with --calibrate: a plot of losses and bits, .svg or .png"
     )
+    sub.add_argument(
+        "--recover",
+        type=float,
+        metavar="MINUTES",
+        help="with --calibrate: then train scales and norms for so long to say what the plain model says",
+    )
     sub.add_argument("--samples", type=int, metavar="N", help="windows of text (default: 128)")
     sub.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 512)")
     sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")

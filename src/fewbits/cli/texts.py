@@ -140,12 +140,14 @@ fewbits compare models/llama runs/mine merged --text wiki.txt --window 512 --plo
         "write a quantised copy of a model",
         "Quantise a checkpoint, tensor by tensor, into a folder that every fewbits command and\n"
         "FastLanguageModel.from_pretrained load. Prints the rounding error of each layer. With --calibrate\n"
-        "weights are rounded so that the layers' outputs on a text change little (GPTQ, AWQ); if that is\n"
-        "interrupted, the same command goes on where it stopped.",
+        "weights are rounded so that the layers' outputs on a text change little (GPTQ, AWQ, trained\n"
+        "codes), and --recover trains scales and norms afterwards; if that is interrupted, the same command\n"
+        "goes on where it stopped.",
         """
 fewbits quantize models/llama models/llama-nf4 --recipe qlora_nf4
 fewbits quantize models/llama models/llama-int8 --recipe int8 --json > errors.json
 fewbits quantize models/llama models/llama-w3 --format int3_g128_zp --calibrate rows.jsonl --method awq+gptq
+fewbits quantize models/llama models/llama-w3 --format int3_g64_zp --calibrate rows.jsonl --recover 10
 fewbits quantize models/llama models/llama-3b5 --bits 3.5 --calibrate rows.jsonl --report loss.svg
 """,
     ),

@@ -1,0 +1,119 @@
+"""``fewbits quantize --calibrate``: rounding on a text, its report, and recovery by distillation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fewbits.cli.console import Progress, console
+from fewbits.cli.rounding_report import check_report, write_report
+from fewbits.cli.tables import quantization_table
+from fewbits.errors import BadInput
+from fewbits.inference.rounding.budget import CANDIDATES, Budget
+from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_checkpoint
+from fewbits.models.folders.whole_folder import check_destination
+from fewbits.training.calibration.recovery import RecoveryResult, check_minutes, recover_checkpoint
+
+
+def calibrate(args: Namespace) -> int:
+    """Round to ``args.format`` or within ``args.bits``; with ``args.recover`` distil for some minutes after.
+
+    Raises:
+        BadInput: no format and no budget, or several formats and no budget.
+    """
+    names = () if args.format is None else tuple(args.format.split(","))
+    if args.bits is None and len(names) != 1:
+        raise BadInput(
+            "--calibrate rounds to one format: give --format NAME in place of --recipe; or it chooses for "
+            "each linear within a budget, --bits N, and among --format a,b,c."
+        )
+    if args.report is not None:
+        check_report(Path(args.report))
+    format = names[0] if args.bits is None else Budget(bits=args.bits, formats=names or CANDIDATES)
+    if args.recover is None:
+        return _show(args, _round(args, format, args.destination, overwrite=args.overwrite), None)
+    check_minutes(args.recover)
+    check_destination(args.destination, overwrite=args.overwrite, protected=[args.source])
+    rounded = _rounded_folder(args)
+    result = None
+    if (rounded / "config.json").is_file():
+        sys.stderr.write(f"{rounded} was rounded by an earlier call of this command; recovery goes on.\n")
+    else:
+        result = _round(args, format, rounded, overwrite=False)
+    length = {} if args.length is None else {"length": args.length}
+    with Progress("seconds") as advance:
+        recovery = recover_checkpoint(
+            args.source,
+            rounded,
+            args.destination,
+            args.calibrate,
+            minutes=args.recover,
+            overwrite=args.overwrite,
+            progress=advance,
+            **length,
+        )
+    shutil.rmtree(rounded)
+    return _show(args, result, recovery)
+
+
+def _rounded_folder(args: Namespace) -> Path:
+    """Where the rounded model waits until it has recovered: beside the destination, its name this call's."""
+    target, rows = Path(args.destination).absolute(), Path(args.calibrate)
+    text = hashlib.sha256(rows.read_bytes()).hexdigest() if rows.is_file() else ""
+    facts = [
+        Path(args.source).resolve(),
+        args.format,
+        args.bits,
+        args.method,
+        args.samples,
+        args.length,
+        text,
+    ]
+    call = hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()[:8]
+    return target.with_name(f"{target.name}.rounded-{call}")
+
+
+def _round(
+    args: Namespace, format: str | Budget, folder: str | Path, *, overwrite: bool
+) -> CalibrationResult:
+    with Progress("layers") as advance:
+        result = calibrate_checkpoint(
+            args.source,
+            folder,
+            format,
+            args.calibrate,
+            method=args.method or "gptq",
+            windows=(
+                128 if args.samples is None else args.samples,
+                512 if args.length is None else args.length,
+            ),
+            overwrite=overwrite,
+            progress=advance,
+        )
+    if args.report is not None:
+        with Progress("formats") as advance:
+            write_report(result, args.source, args.calibrate, Path(args.report), progress=advance)
+    return result
+
+
+def _show(args: Namespace, result: CalibrationResult | None, recovery: RecoveryResult | None) -> int:
+    if args.json:
+        facts: dict[str, Any] = {} if result is None else result.as_dict()
+        if recovery is not None:
+            facts |= {"folder": str(recovery.folder), "recovery": recovery.as_dict()}
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        return 0
+    notes: list[str] = []
+    if result is not None:
+        console().print(quantization_table(result))
+        notes += result.notes
+    if recovery is not None:
+        notes += [recovery.sentence, str(recovery.folder)]
+    for note in notes:
+        console().print(note, highlight=False, markup=False, soft_wrap=True)
+    return 0
