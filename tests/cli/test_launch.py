@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -295,6 +296,32 @@ class Terminal:
 
 
 @pytest.mark.slow
+def test_two_launchers_number_the_processes_of_one_run(tmp_path):
+    """As on two machines; the second launcher is an interpreter of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{free.getsockname()[1]}"
+    says = "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
+    command = [sys.executable, "-c", says, f"{tmp_path}/"]
+    other = (
+        "import sys; from pathlib import Path; from tests.cli.launched import flags\n"
+        "from fewbits.cli.launch import run_processes\n"
+        "machine = flags('--nnodes', '2', '--rdzv-endpoint', sys.argv[1], '--node-rank', '1')\n"
+        "sys.exit(run_processes(sys.argv[3:], machine, count=1, logs=Path(sys.argv[2])))\n"
+    )
+    words = [sys.executable, "-c", other, there, str(tmp_path / "other"), *command]
+    second = subprocess.Popen(words, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
+    first = flags("--nnodes", "2", "--rdzv-endpoint", there, "--node-rank", "0")
+    try:
+        assert run_processes(command, first, count=1, logs=tmp_path / "logs") == 0
+        assert second.wait(60) == 0, second.communicate()[1]
+    finally:
+        second.kill()
+        second.communicate()
+    assert {rank: (tmp_path / rank).read_text() for rank in ("0", "1")} == {"0": "2", "1": "2"}
+
+
+@pytest.mark.nightly  # what it joins runs with every commit: the launchers above, and runs of two processes
 def test_two_machines_train_one_run(tmp_path, run_folders):
     """Two launchers on this machine, one process each, as on two machines; the YAML says nothing of it."""
     config, port = run_folders

@@ -364,13 +364,12 @@ def test_gradients_in_few_bits_of_shared_layers_go_on_anywhere(
     assert note in f"{run['parallel']} {run['communication']}"
 
 
-# Each optimizer and each way to share once in the slow tests; all of their combinations every night.
+# Each way to share weights, with an optimizer of its own, in the slow tests (under DDP all optimizers are in
+# test_optimizers_on_ranks.py); all of their combinations every night.
 ONCE = {
     ("adamw", "fsdp", "full"),
     ("adamw_8bit", "tensor", "lora"),
-    ("adafactor", "ddp", "full"),
     ("adafactor", "fsdp", "lora"),
-    ("sgd", "ddp", "lora"),
 }
 
 
