@@ -30,6 +30,7 @@ from fewbits.host.attention import (
 )
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
+from fewbits.host.spec import layer_names, spec_for
 from fewbits.nn.row_plan import RowPlan
 from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
 
@@ -85,7 +86,9 @@ def use_stochastic_attention(
         Unsupported: the model's layers are fused, or its attention is stochastic already.
         BadInput: a name that is no attention module of this model.
     """
-    modules = dict(attention_modules(model))
+    modules = attentions_of(model)
+    if not modules:
+        raise Unsupported(f"{spec_for(model).without_spec}, so its attention stays transformers' own.")
     if not isinstance(products, Mapping):
         products = dict.fromkeys(modules, products)
     unknown = sorted(set(products) - set(modules))
@@ -107,7 +110,7 @@ def use_stochastic_attention(
         restore_attention(model)
     decoder = decoder_of(model)
     names = frozenset(name for name, p in products.items() if p != AttentionProducts())
-    state = StochasticAttentionState(str(decoder.config._attn_implementation), by_fewbits, names)
+    state = StochasticAttentionState(str(_config_of(decoder)._attn_implementation), by_fewbits, names)
     _register()
     for name in names:
         setattr(modules[name], _PRODUCTS, _Place(name, products[name], state))
@@ -124,17 +127,37 @@ def restore_stochastic_attention(model: nn.Module) -> Receipt:
     """Undo `use_stochastic_attention` alone; the receipt's note says what the attention is now."""
     decoder, state = decoder_of(model), stochastic_attention_of(model)
     if state is None:
-        said = f"attention: {decoder.config._attn_implementation}, as it was"
+        said = f"attention: {_config_of(decoder)._attn_implementation}, as it was"
         return Receipt("", notes=[said])
     for handle in state.handles:
         handle.remove()
-    for _, module in attention_modules(model):
+    for module in attentions_of(model).values():
         module.__dict__.pop(_PRODUCTS, None)
     set_attention_name(decoder, state.before)
     take_part(model, StochasticAttentionState)
     if state.by_fewbits:
         return use_attention(model)
     return Receipt("", notes=[f"attention: transformers' {state.before} again"])
+
+
+def attentions_of(model: nn.Module) -> dict[str, Any]:
+    """The attention modules whose products can be stochastic, by their full names, in order.
+
+    Those of a family with a spec; of another, such as a vision transformer, those of its layers that call
+    transformers' attention interface and look both ways, so that no mask decides anything. None: how its
+    attention works is not known.
+    """
+    spec = spec_for(model)
+    if spec.attention is not None:
+        return dict(attention_modules(model))
+    return {
+        f"{layer}.{path}": module
+        for layer in layer_names(model, spec)
+        for path, module in model.get_submodule(layer).named_modules()
+        if getattr(module, "is_causal", None) is False
+        and hasattr(module, "config")
+        and hasattr(sys.modules[type(module).__module__], "eager_attention_forward")
+    }
 
 
 def stochastic_attention_of(model: nn.Module) -> StochasticAttentionState | None:
@@ -144,7 +167,7 @@ def stochastic_attention_of(model: nn.Module) -> StochasticAttentionState | None
 
 def attention_products(model: nn.Module) -> dict[str, AttentionProducts]:
     """The products of each attention module that has stochastic ones, by its full name."""
-    places = {name: module.__dict__.get(_PRODUCTS) for name, module in attention_modules(model)}
+    places = {name: module.__dict__.get(_PRODUCTS) for name, module in attentions_of(model).items()}
     return {name: place.products for name, place in places.items() if place is not None}
 
 
@@ -158,8 +181,14 @@ def stochastic_attention_receipt(model: nn.Module) -> list[str]:
         "softmax as it was"
         for p, count in groups.items()
     ]
-    exact = sum(1 for _ in attention_modules(model)) - sum(groups.values())
+    exact = len(attentions_of(model)) - sum(groups.values())
     return [*lines, f"attention x{exact}: exact"] if exact and groups else lines
+
+
+def _config_of(decoder: Any) -> Any:
+    """The config that names the attention's function: the decoder's own, or that of a module inside."""
+    own = getattr(decoder, "config", None)
+    return own if own is not None else next(m.config for m in decoder.modules() if hasattr(m, "config"))
 
 
 def _name(options: Any, plan: RowPlan) -> str:
@@ -178,7 +207,7 @@ class _Before:
         self.state = state
 
     def __call__(self, decoder: Any, args: tuple[Any, ...]) -> None:
-        name = decoder.config._attn_implementation
+        name = _config_of(decoder)._attn_implementation
         if name != NAME:
             raise Unsupported(
                 f"this model's attention was set to {name!r} after its products were made stochastic; call "
@@ -220,7 +249,8 @@ def _forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return exact
-    if is_plain_mask(attention_mask) or (attention_mask is None and query.shape[2] > 1):
+    is_open = getattr(module, "is_causal", None) is False  # looks both ways: no mask hides nothing
+    if is_plain_mask(attention_mask) or (attention_mask is None and query.shape[2] > 1 and not is_open):
         raise Unsupported(
             "stochastic attention needs the mask that transformers builds; pass a 2-D mask or none."
         )

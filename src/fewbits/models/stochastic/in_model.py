@@ -19,15 +19,16 @@ from torch import nn
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.formats.stochastic import Stochastic, stochastic_options
-from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import spec_for
+from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.models.packing.convert import convert, linears_to_replace, restore
 from fewbits.models.packing.experts import expert_modules
 from fewbits.models.packing.split_experts import experts_split, split_unless_refused
 from fewbits.models.stochastic.attention import (
+    attentions_of,
     restore_stochastic_attention,
     stochastic_attention_of,
     use_stochastic_attention,
@@ -75,7 +76,11 @@ def check_config(model: nn.Module, config: StochasticConfig) -> None:
 
 def _check_names(model: nn.Module, config: StochasticConfig) -> None:
     linears = list(linears_to_replace(model, _recipe(config, ())))
-    attentions = [name for name, _ in attention_modules(model)]
+    attentions = list(attentions_of(model))
+    if config.attention and not attentions:
+        raise Unsupported(
+            f"{spec_for(model).without_spec}, so its attention stays transformers' own; leave attention out."
+        )
     whole = [path for path, _ in expert_modules(model, spec_for(model))]  # which stay as they are
     for kind, patterns, names in (
         ("linears", config.linears, [*linears, *whole]),
@@ -87,7 +92,7 @@ def _check_names(model: nn.Module, config: StochasticConfig) -> None:
                     f"{kind}: {pattern!r} matches nothing in this model; its first is {names[0]}."
                 )
     for name in linears:
-        linear: Any = model.get_submodule(name)
+        linear: Any = as_linear(model.get_submodule(name))
         _check_linear(name, config.linear(name), config.options, linear.in_features)
     for name in attentions:
         setting = config.attention_of(name)
@@ -220,7 +225,7 @@ def _put_in(
 def attention_products_of(model: nn.Module, config: StochasticConfig) -> dict[str, AttentionProducts]:
     """The products of every attention module for which the configuration has any."""
     by_name = {}
-    for name, _ in attention_modules(model):
+    for name in attentions_of(model):
         setting = config.attention_of(name)
         if not (setting.is_exact("scores") and setting.is_exact("values")):
             scores, values = (_attention_product(setting, op, config.options) for op in ("scores", "values"))
@@ -349,12 +354,13 @@ def _recipe(config: StochasticConfig, names: Iterable[str]) -> Recipe:
 def prepared_linear(linear: Any, options: Stochastic, setting: LinearSetting) -> StochasticLinear:
     """The layer that computes what ``linear`` (in its original form) does as the setting says."""
     layer = StochasticLinear.from_linear(
-        linear,
+        as_linear(linear),
         _of_bits(options, setting.bits),
         smooth_scales=_scales(setting, linear),
         protected=setting.protected or None,
         int8=setting.runs == "int8",
     )
+    layer.transposed = is_transposed(linear)
     set_lengths(layer, setting, options)
     return layer
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
-from fewbits.host.attention import attention_modules
 from fewbits.host.conversion import conversion_of
 from fewbits.models.packing.convert import linears_to_replace
 from fewbits.models.packing.split_experts import experts_split, split_unless_refused
 from fewbits.models.stochastic.attention import (
+    attentions_of,
     restore_stochastic_attention,
     stochastic_attention_of,
     use_stochastic_attention,
@@ -62,7 +62,7 @@ class Switched:
         self.model = model
         with split_unless_refused(model, lambda path: config.linear(path).runs == "exact"):
             self.linears = linear_names(model, config.options)
-            self.attentions = [name for name, _ in attention_modules(model)]
+            self.attentions = list(attentions_of(model))
             self._originals = {name: model.get_submodule(name) for name in self.linears}
             put_in(model, config, keep_original=True, fuse_norms=False)
         self.config = config
