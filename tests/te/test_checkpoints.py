@@ -196,7 +196,7 @@ def test_a_quantised_weight_under_another_recipe_is_refused(recipe: object) -> N
             if other is recipe:
                 layer(x)
                 continue
-            with pytest.raises(BadInput, match=r"weight was quantised by a \w+ and this call's"):
+            with pytest.raises(BadInput, match=r"weight: it was quantised by a \w+ and this call's"):
                 layer(x)
     assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight.dequantize(), layer.bias))
 

@@ -235,3 +235,16 @@ def test_weights_on_the_meta_device_are_quantised_when_they_are_filled() -> None
         y = layer(torch.randn(16, 16))
     y.sum().backward()
     assert torch.isfinite(y).all() and layer.fc1_weight.grad is not None
+
+
+def test_a_role_that_changes_keeps_scales_and_histories() -> None:
+    layer, recipe = te.Linear(16, 16), DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=recipe):
+        y = layer(torch.randn(16, 16))
+        scale = layer.fp8_meta["scaling_fwd"].scale
+        layer.output_quantizer_role = te.QuantizerRole("linear", "input", "next")
+        assert not layer.fp8_meta_tensors_initialized
+        layer.init_fp8_meta_tensors(recipe)
+    y.sum().backward()
+    # the block's end advances what was recorded before the change, in the tensors that the layer goes on with
+    assert layer.fp8_meta["scaling_fwd"].scale is scale and bool((scale[:2] != 1).all())

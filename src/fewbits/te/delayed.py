@@ -50,10 +50,13 @@ class DelayedState:
         return Float8Quantizer(self.scale[index], self.amax_history[0, index : index + 1], self.dtype)
 
     def take_over(self, other: DelayedState) -> None:
-        """Go on from another state's scales and history, of which the latest rows that fit are kept."""
-        if other.scale.shape != self.scale.shape:
+        """Go on with another state's tensors; of a history of another length the latest rows that fit."""
+        if other.scale.shape != self.scale.shape or other.scale.device != self.scale.device:
             return
-        self.scale.copy_(other.scale)
+        self.scale = other.scale
+        if other.amax_history.shape == self.amax_history.shape:
+            self.amax_history = other.amax_history
+            return
         rows = min(len(self.amax_history), len(other.amax_history))
         self.amax_history[:rows].copy_(other.amax_history[:rows])
 

@@ -29,6 +29,10 @@ from fewbits.te.support import default_device
 _ROLES = ("output_quantizer_role", "grad_input_quantizer_role")
 
 
+class RecipeMismatch(BadInput, RuntimeError):
+    """A weight that exists quantised alone meets a recipe of another kind; a RuntimeError, as there."""
+
+
 class Module(nn.Module):
     """Base of the modules with products.
 
@@ -132,13 +136,20 @@ class Module(nn.Module):
         key = repr(recipe)
         if self._slots is None or self._slots[0] != key or self._slots[1] != device:
             self._say_what_changes(recipe)
-            forward = slots_for(recipe, self.roles(forward=True), forward=True, device=device)
-            backward = slots_for(recipe, self.roles(forward=False), forward=False, device=device)
-            for slots, where in ((forward, "scaling_fwd"), (backward, "scaling_bwd")):
+            halves = []
+            for is_forward, where in ((True, "scaling_fwd"), (False, "scaling_bwd")):
                 old = self.fp8_meta.get(where)
-                if slots.state is not None and isinstance(old, DelayedState):
-                    slots.state.take_over(old)
+                previous = old if isinstance(old, DelayedState) else None
+                slots = slots_for(
+                    recipe,
+                    self.roles(forward=is_forward),
+                    forward=is_forward,
+                    device=device,
+                    previous=previous,
+                )
                 self.fp8_meta[where] = slots.state if slots.state is not None else old
+                halves.append(slots)
+            forward, backward = halves
             self._slots = (key, device, forward, backward)
             self._weight_operands.clear()
             self.fp8_meta["recipe"], self.fp8_meta["fp8_checkpoint"] = recipe, True
@@ -163,6 +174,16 @@ class Module(nn.Module):
                 f"quantised under {old!r} and go on under {recipe!r}.",
                 stacklevel=4,
             )
+
+    @property
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """Whether this module has the quantisers of a recipe; a role that changes takes them away."""
+        return self._slots is not None
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Make the quantisers of a recipe; delayed scaling goes on with the tensors that it has."""
+        device = next((p.device for p in self.parameters()), torch.device("cpu"))
+        self.slots_of(recipe, device)
 
     def after_backward(self, numerics: Numerics, *tensors: Tensor | None) -> Callable[[], None] | None:
         """What ends the backward pass of the region's first module, if this is the one."""
@@ -202,14 +223,14 @@ class Module(nn.Module):
         Under delayed scaling it goes on with this module's scales, whatever it was loaded with.
 
         Raises:
-            BadInput: it is of another recipe.
+            RecipeMismatch: it is of another recipe.
         """
         own, of_call = weight.quantizer, getattr(quantizer, "quantizer", quantizer)  # as calibrating wraps it
         if type(own) is not type(of_call):
-            raise BadInput(
-                f"{name} was quantised by a {type(own).__name__} and this call's recipe takes a"
-                f" {type(of_call).__name__}: use the recipe that quantized_model_init was given, or build the"
-                " module under the other one and load this one's state_dict."
+            raise RecipeMismatch(
+                f"Recipe mismatch for {name}: it was quantised by a {type(own).__name__} and this call's"
+                f" recipe takes a {type(of_call).__name__}: use the recipe that quantized_model_init was"
+                " given, or build the module under the other one and load this one's state_dict."
             )
         if self._slots is not None and any(quantizer is slot for slot in self._slots[2].quantizers):
             weight.quantizer = quantizer

@@ -59,7 +59,14 @@ def kinds_of(roles: Sequence[QuantizerRole | None], *, forward: bool) -> list[st
     ]
 
 
-def slots_for(recipe: Recipe, roles: Sequence[QuantizerRole | None], *, forward: bool, device: Any) -> Slots:
+def slots_for(
+    recipe: Recipe,
+    roles: Sequence[QuantizerRole | None],
+    *,
+    forward: bool,
+    device: Any,
+    previous: DelayedState | None = None,
+) -> Slots:
     """The quantisers of a pass.
 
     Args:
@@ -67,12 +74,15 @@ def slots_for(recipe: Recipe, roles: Sequence[QuantizerRole | None], *, forward:
         roles: one a slot; None where nobody knows who takes the tensor.
         forward: inputs and weights, not gradients.
         device: where the state lies.
+        previous: delayed scaling's state that the new one goes on with.
     """
     if isinstance(recipe, DelayedScaling):
         state = DelayedState(recipe, len(roles), forward=forward, device=device)
+        if previous is not None:
+            state.take_over(previous)
         return Slots([state.quantizer(i) for i in range(len(roles))], state)
     if isinstance(recipe, CustomRecipe):
-        return _custom(recipe, roles, forward=forward, device=device)
+        return _custom(recipe, roles, forward=forward, device=device, previous=previous)
     return Slots([_stateless(recipe, kind, forward=forward) for kind in kinds_of(roles, forward=forward)])
 
 
@@ -132,7 +142,12 @@ def _nvfp4(recipe: NVFP4BlockScaling, is_weight: bool, is_gradient: bool, forwar
 
 
 def _custom(
-    recipe: CustomRecipe, roles: Sequence[QuantizerRole | None], *, forward: bool, device: Any
+    recipe: CustomRecipe,
+    roles: Sequence[QuantizerRole | None],
+    *,
+    forward: bool,
+    device: Any,
+    previous: DelayedState | None,
 ) -> Slots:
     answers = [recipe.qfactory(role) for role in roles]
     requests = [i for i, answer in enumerate(answers) if isinstance(answer, DelayedScalingRequest)]
@@ -144,6 +159,8 @@ def _custom(
                 "the DelayedScalingRequests of one module must be equal, as their histories are one."
             )
         state = DelayedState(first, len(requests), forward=forward, device=device)
+        if previous is not None:
+            state.take_over(previous)
     quantizers: list[Quantizer | None] = []
     for i, answer in enumerate(answers):
         if i in requests and state is not None:
