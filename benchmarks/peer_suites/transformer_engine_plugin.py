@@ -186,7 +186,23 @@ class _CpuForCuda(TorchFunctionMode):
             return not args[0].is_meta
         if name == "to":
             args = tuple(_cpu(a) for a in args)
+        if name in _SLOW_IN_HALF and any(_is_half(a) for a in args):
+            half = next(a.dtype for a in args if _is_half(a))
+            args = tuple(a.float() if _is_half(a) else a for a in args)
+            kwargs = {k: a.float() if _is_half(a) else a for k, a in kwargs.items()}
+            return func(*args, **kwargs).to(half)
         return func(*args, **kwargs)
+
+
+# A CPU multiplies numbers of 16 bits slowly; as a GPU does, these sum in float32 and round once.
+_SLOW_IN_HALF = ("bmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
+
+
+def _is_half(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )
 
 
 class _Stream:
