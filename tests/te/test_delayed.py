@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import threading
 import warnings
 
@@ -248,3 +251,49 @@ def test_a_role_that_changes_keeps_scales_and_histories() -> None:
     y.sum().backward()
     # the block's end advances what was recorded before the change, in the tensors that the layer goes on with
     assert layer.fp8_meta["scaling_fwd"].scale is scale and bool((scale[:2] != 1).all())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_with_separate_queries_and_keys_is_recomputed(reentrant: bool) -> None:
+    torch.manual_seed(2)
+    layer = te.TransformerLayer(32, 64, 2, hidden_dropout=0.1, attention_dropout=0.1)
+    again = copy.deepcopy(layer)
+    gradients = []
+    for module, run in (
+        (layer, layer),
+        (again, functools.partial(te.checkpoint, again, use_reentrant=reentrant)),
+    ):
+        torch.manual_seed(3)
+        x = torch.ones(8, 2, 32, requires_grad=True)
+        for _ in range(2):
+            with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+                y = run(x)
+            y.sum().backward()
+        state = module.self_attention.layernorm_qkv.fp8_meta["scaling_bwd"]
+        assert state.scale[0] != 1
+        gradients.append([x.grad, state.scale, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_pass_without_gradients_does_not_come_first() -> None:
+    layer, x = te.Linear(16, 16), torch.randn(16, 16)
+    with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        with torch.no_grad():
+            layer(x)
+        y = layer(x)
+    y.pow(2).sum().backward()
+    assert layer.fp8_meta["scaling_bwd"].scale[0] != 1
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_goes_on_with_its_own_scales(duplicate) -> None:
+    layer, recipe, x = te.Linear(16, 16), DelayedScaling(amax_history_len=4), torch.randn(16, 16)
+    with te.autocast(recipe=recipe):
+        layer(x)
+    other = duplicate(layer)
+    for module in (layer, other):
+        with te.autocast(recipe=recipe):
+            module(10 * x)
+    scale = layer.fp8_meta["scaling_fwd"].scale
+    assert torch.equal(other.fp8_meta["scaling_fwd"].scale, scale)
+    assert other.fp8_meta["scaling_fwd"].scale.data_ptr() != scale.data_ptr()

@@ -188,9 +188,14 @@ class Module(nn.Module):
     def after_backward(self, numerics: Numerics, *tensors: Tensor | None) -> Callable[[], None] | None:
         """What ends the backward pass of the region's first module, if this is the one."""
         region, tape = numerics.region, numerics.tape
-        if region is None or not any(t is not None and t.requires_grad for t in tensors):
+        if region is None:
             return None
-        first = region.claim_first() if tape is None else tape.first(region)
+        has_gradients = any(t is not None and t.requires_grad for t in tensors)
+        if tape is not None:  # its first pass may run without gradients, where only parameters ask for them
+            has_gradients = has_gradients or any(p.requires_grad for p in self.parameters(recurse=False))
+            first = tape.first(region, has_gradients)
+        else:
+            first = has_gradients and torch.is_grad_enabled() and region.claim_first()
         if not first or not torch.is_grad_enabled():
             return None
         return lambda: region.advance(region.backward)
@@ -264,6 +269,10 @@ class Module(nn.Module):
     def get_extra_state(self) -> Tensor:
         """Scales and histories of delayed scaling as bytes, (n,) uint8; empty where there are none."""
         return to_bytes(self.fp8_meta)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: quantisers, which look into delayed scaling's tensors, are made anew."""
+        return {**self.__dict__, "_slots": None, "quantizers": {}, "_weight_operands": {}}
 
     def set_extra_state(self, state: Any) -> None:
         """What `get_extra_state` of this library or of Transformer Engine returned."""

@@ -74,11 +74,11 @@ class Tape:
         self._scales.append(state.scale.clone())
         return None
 
-    def first(self, region: Region) -> bool:
-        """Whether the module at this place came first in its region, with gradients or without."""
+    def first(self, region: Region, has_gradients: bool) -> bool:
+        """Whether the module at this place came first in its region of those whose gradients are wanted."""
         if self.replaying:
             return self._firsts.popleft()
-        self._firsts.append(region.claim_first())
+        self._firsts.append(has_gradients and region.claim_first())
         return self._firsts[-1]
 
 
