@@ -85,6 +85,14 @@ BAD = {
         {"linears": {"*": {"lengths": [[3], [2]], "thresholds": [float("inf")]}}},
         "thresholds hold inf, beyond which",
     ),
+    "a place above 1": (
+        {"linears": {"*": {"lengths": [[3], [2]], "thresholds": [2.5], "classify": "call"}}},
+        "thresholds hold 2.5, and a row's place among those of its call is from 0 to 1",
+    ),
+    "a place above 1 in attention": (
+        {"attention": {"*": {"values": [4, 2], "values_thresholds": [1.5]}}},
+        "values_thresholds hold 1.5, and a row's place",
+    ),
     "bits of streams": ({"linears": {"*": {"bits": 4}}}, "bits=4 are those of whole numbers"),
     "too many bits": ({"linears": {"*": {"runs": "int8", "bits": 9}}}, "bits=9 is out of range"),
     "attention both": ({"attention": {"*": {"scores": 4, "scores_bits": 8}}}, "give one of them"),

@@ -76,7 +76,7 @@ class LinearSetting:
                 f"{groups} groups of rows need {groups - 1} thresholds, not {len(self.thresholds)}; give one "
                 "between each two groups."
             )
-        _check_thresholds("thresholds", self.thresholds)
+        _check_thresholds("thresholds", self.thresholds, by_place=self.classify == "call")
         if self.bits is not None and self.runs != "int8":
             raise BadInput(
                 f"bits={self.bits} are those of whole numbers; leave them out, or let it run int8."
@@ -124,7 +124,7 @@ class AttentionSetting:
                     f"{name} of {groups} groups of rows need {groups - 1} {name}_thresholds, not "
                     f"{len(thresholds)}; give one between each two groups."
                 )
-            _check_thresholds(f"{name}_thresholds", thresholds)
+            _check_thresholds(f"{name}_thresholds", thresholds, by_place=True)
             _check_bits(f"{name}_bits", bits)
             if bits is not None and lengths is not None:
                 raise BadInput(f"{name} has stream lengths and {name}_bits; give one of them.")
@@ -270,7 +270,8 @@ def _value(name: str, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _check_thresholds(name: str, thresholds: tuple[float, ...]) -> None:
+def _check_thresholds(name: str, thresholds: tuple[float, ...], *, by_place: bool) -> None:
+    """``by_place``: compared with a row's place among those of its call, from 0 to 1."""
     if list(thresholds) != sorted(thresholds, reverse=True):
         raise BadInput(f"{name} {list(thresholds)} are not descending; sort them.")
     for before, after in itertools.pairwise(thresholds):
@@ -284,6 +285,11 @@ def _check_thresholds(name: str, thresholds: tuple[float, ...]) -> None:
         raise BadInput(
             f"{name} hold {wrong:g}, beyond which no magnitude lies, so a group of rows is empty; give "
             "finite numbers above 0."
+        )
+    if by_place and thresholds and thresholds[0] > 1:
+        raise BadInput(
+            f"{name} hold {thresholds[0]:g}, and a row's place among those of its call is from 0 to 1, so a "
+            "group of rows is empty; give numbers up to 1, or classify by row."
         )
 
 
