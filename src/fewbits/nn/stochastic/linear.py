@@ -286,15 +286,24 @@ class StochasticLinear(QuantizedLinear):
         assert index is not None
         return torch.tensor(self.levels, device=x.device)[index[0].long()]
 
+    def groups_of(self, x: Tensor) -> Tensor:
+        """The group of rows that decides each row's lengths, for x (..., K): (rows, C or 1) int64."""
+        rows = rows_of(x.detach())
+        if self.length_thresholds is None:
+            return torch.zeros(len(rows), 1, dtype=torch.int64, device=x.device)
+        return self._groups(rows, self._quantized(rows)[1], self.length_thresholds)
+
+    def _groups(self, rows: Tensor, scales: Tensor, thresholds: Tensor) -> Tensor:
+        if self.by_call:
+            return call_groups(rows, thresholds)[:, None]
+        largest = scales if self.by_chunk or not scales.shape[1] else scales.amax(1, keepdim=True)
+        return (thresholds > (largest * self.format.max_code)[..., None]).sum(-1)
+
     def _level_index(self, rows: Tensor, scales: Tensor) -> Tensor | None:
         """(1, rows or 1, C or 1) uint8 for the input (rows, K) and its scales (rows, C)."""
         if self.level_index is None or self.length_thresholds is None:
             return None if self.level_index is None else self.level_index[None]
-        if self.by_call:
-            groups = call_groups(rows, self.length_thresholds)[:, None]
-        else:
-            largest = scales if self.by_chunk or not scales.shape[1] else scales.amax(1, keepdim=True)
-            groups = (self.length_thresholds > (largest * self.format.max_code)[..., None]).sum(-1)
+        groups = self._groups(rows, scales, self.length_thresholds)
         columns = torch.arange(max(groups.shape[1], self.level_index.shape[1]), device=groups.device)
         index: Tensor = self.level_index[groups, columns % self.level_index.shape[1]]
         return index[None]
