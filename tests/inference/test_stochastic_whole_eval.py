@@ -165,3 +165,23 @@ def test_the_parts_of_a_pass_add_up_to_it():
     }
     assert all(seconds > 0 for seconds in parts.values())
     assert list(parts.values()) == sorted(parts.values(), reverse=True)
+
+
+def test_groups_of_rows_that_no_row_is_in_are_named(tmp_path):
+    linear = LinearSetting(lengths=((64,), (16,)), thresholds=(1e6,))
+    place = LinearSetting(lengths=((64,), (32,), (16,)), thresholds=(0.7, 0.3), classify="call")
+    attention = AttentionSetting(scores=(32, 16), scores_thresholds=(0.5,), values=32)
+    config = dataclasses.replace(
+        MIXED,
+        linears=(("*.0.*.down_proj", linear), ("*.up_proj", place)),
+        attention=(("*", attention),),
+    )
+    model, text, ledger = tiny("llama"), windows(3), Ledger(str(tmp_path / "e.jsonl"))
+    row = evaluate_setting(model, text, EvalSetting("it", config), ledger, facts={}, batch_size=2)
+    assert row["empty_groups"] == ["group 1 of model.layers.0.mlp.down_proj"]
+    again = evaluate_setting(
+        model, text, EvalSetting("it", config), Ledger(str(tmp_path / "e.jsonl")), facts={}, batch_size=2
+    )
+    assert again == row
+    plain = evaluate_setting(model, text, EvalSetting("plain", MIXED), Ledger(None), facts={})
+    assert "empty_groups" not in plain or all("up_proj" in name for name in plain["empty_groups"])

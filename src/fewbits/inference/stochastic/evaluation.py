@@ -183,7 +183,8 @@ def evaluate_setting(
         progress: called as ``progress(tokens scored, tokens in all)``.
 
     Returns:
-        The row of a table; "nll" and "perplexity" are None while other processes' windows are missing.
+        The row of a table; "nll" and "perplexity" are None while other processes' windows are missing. With
+        "empty_groups", where thresholds sent no row of the text to some (`Counted.empty_groups`).
 
     Raises:
         Unsupported: a product that was to be stochastic was computed elsewhere.
@@ -192,19 +193,22 @@ def evaluate_setting(
     state = ledger.state(identity)
     batches = [text.windows[at : at + batch_size] for at in range(0, len(text.windows), batch_size)]
     mine = [k for k in range(len(batches)) if ledger.share.takes(k) and k not in state.batches]
+    empty: list[str] = []
     if state.result is None and mine:
-        with under_setting(model, setting), evaluating(model), products_counted(model):
+        with under_setting(model, setting), evaluating(model), products_counted(model) as counted:
             for k in mine:
                 nlls = window_nlls(model, text, batches[k])
                 ledger.note_batch(identity, k, nlls, _tokens(batches[k]))
                 if progress is not None:
                     progress(sum(_tokens(batches[done]) for done in state.batches), text.num_tokens)
+        empty = counted.empty_groups() if len(mine) == len(batches) else []  # of the whole text
     if state.result is None and len(state.batches) < len(batches):
         ledger.refresh()
     if state.result is None and len(state.batches) == len(batches):
         nll = math.fsum(x for nlls in state.batches.values() for x in nlls) / text.num_tokens
         perplexity = math.exp(nll) if nll < 700 else None
         result = {"setting": setting.name, **facts, "nll": nll, "perplexity": perplexity}
+        result |= {"empty_groups": empty} if empty else {}
         ledger.note_result(identity, result, text.num_tokens)
     if state.result is None:
         tokens = sum(_tokens(batches[k]) for k in state.batches)

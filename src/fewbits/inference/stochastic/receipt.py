@@ -35,12 +35,18 @@ class Counted:
         linears: by full name, how often a stochastic or INT8 linear did.
         attentions: by full name, how often a stochastic attention did.
         experts: by full name of each single expert with stochastic linears, how often rows were sent to it.
+        empty: by name of a product whose rows are grouped by thresholds, the groups that no row was in yet.
     """
 
     passes: dict[str, int] = field(default_factory=dict)
     linears: dict[str, int] = field(default_factory=dict)
     attentions: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
+    empty: dict[str, set[int]] = field(default_factory=dict)
+
+    def empty_groups(self) -> list[str]:
+        """Groups of rows that no row was in, such as "group 2 of model.layers.0.mlp.down_proj"."""
+        return [f"group {group + 1} of {name}" for name, left in self.empty.items() for group in sorted(left)]
 
     def sentence(self) -> str:
         """For a receipt.
@@ -86,21 +92,11 @@ def products_counted(model: nn.Module) -> Iterator[Counted]:
     if not linears and state is None:
         yield counted
         return
-    counted.linears.update(dict.fromkeys(linears, 0))
-    handles = [m.register_forward_hook(_adding(counted.linears, n)) for n, m in linears.items()]
-    for name, module in model.named_modules():
-        if isinstance(module, SplitExperts):
-            own = {f"{name}.{i}" for i in range(module.count)} & {n.rpartition(".")[0] for n in linears}
-            counted.experts.update(dict.fromkeys(sorted(own), 0))
-            hook = _sending(counted.experts, name, module.count)
-            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    handles = [*_watched_linears(counted, linears), *_watched_experts(counted, model)]
     for name in layer_names(model, spec_for(model)):
         counted.passes[name] = 0
         handles.append(model.get_submodule(name).register_forward_hook(_adding(counted.passes, name)))
-
-    def on_attention(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
-        counted.attentions[name] += 1
-
+    on_attention = _attending(counted)
     if state is not None:
         counted.attentions.update(dict.fromkeys(sorted(state.wanted), 0))
         state.listeners.append(on_attention)
@@ -114,6 +110,40 @@ def products_counted(model: nn.Module) -> Iterator[Counted]:
     counted.sentence()
 
 
+def _watched_linears(counted: Counted, linears: dict[str, StochasticLinear]) -> Iterator[Any]:
+    """Hooks that count calls, and the groups of rows that thresholds make."""
+    for name, linear in linears.items():
+        counted.linears[name] = 0
+        yield linear.register_forward_hook(_adding(counted.linears, name))
+        if linear.length_thresholds is not None and not linear.int8:
+            counted.empty[name] = set(range(len(linear.length_thresholds) + 1))
+            yield linear.register_forward_pre_hook(_grouping(counted.empty[name]))
+
+
+def _watched_experts(counted: Counted, model: nn.Module) -> Iterator[Any]:
+    """Hooks that count to which experts rows are sent; of those whose linears `_watched_linears` watches."""
+    stochastic = {name.rpartition(".")[0] for name in counted.linears}
+    for name, module in model.named_modules():
+        if isinstance(module, SplitExperts):
+            own = [f"{name}.{i}" for i in range(module.count) if f"{name}.{i}" in stochastic]
+            counted.experts.update(dict.fromkeys(own, 0))
+            hook = _sending(counted.experts, name, module.count)
+            yield module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _attending(counted: Counted) -> Callable[[str, Tensor, Tensor, AttentionProducts], None]:
+    def on_attention(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
+        counted.attentions[name] += 1
+        plans = (("scores", products.scores_plan, q), ("values", products.values_plan, weights))
+        for op, plan, rows in plans:
+            left = counted.empty.setdefault(f"{name}, {op}", set(range(len(plan.lengths))))
+            if left:
+                groups = plan.groups(rows)
+                left -= {0} if groups is None else set(groups.unique().tolist())
+
+    return on_attention
+
+
 def _sending(
     counts: dict[str, int], name: str, count: int
 ) -> Callable[[Any, tuple[Tensor, ...], dict[str, Tensor]], None]:
@@ -121,6 +151,14 @@ def _sending(
         for expert in hit_experts(args[1] if len(args) > 1 else kwargs["top_k_index"], count):
             if f"{name}.{expert}" in counts:
                 counts[f"{name}.{expert}"] += 1
+
+    return hook
+
+
+def _grouping(left: set[int]) -> Callable[[StochasticLinear, tuple[Tensor, ...]], None]:
+    def hook(layer: StochasticLinear, args: tuple[Tensor, ...]) -> None:
+        if left:  # once each has had a row, nothing is computed any more
+            left.difference_update(layer.groups_of(args[0]).unique().tolist())
 
     return hook
 
