@@ -49,6 +49,12 @@ def evaluate(args: Namespace) -> int:
     console().print(table)
     if args.parts:
         _print_parts(rows)
+    for row in rows:
+        empty = row.get("empty_groups", [])
+        if empty:
+            more = f" nor into {len(empty) - 1} others" if len(empty) > 1 else ""
+            said = f"{row['setting']}: no row came into {empty[0]}{more}; its thresholds do not fit this text"
+            console().print(said, highlight=False, soft_wrap=True, markup=False)
     if any(row["nll"] is None for row in rows):
         said = "other processes' windows are missing; when they are done, run the same without --share"
         console().print(said, highlight=False, soft_wrap=True)
