@@ -98,9 +98,10 @@ def compressed_decoded(parts: dict[str, Tensor], bits: int) -> Tensor:
         inverse = 1 / parts["weight_global_scale"].float()
         return nvfp4_decoded(parts["weight_packed"], scales, inverse)
     if scales.dtype == torch.uint8:
-        packed = "weight_packed" in parts
-        codes = parts["weight_packed"] if packed else parts["weight"]
-        return mx_decoded(codes, scales, "e2m1" if packed else "e4m3")
+        codes = parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+        if bits == 6:
+            codes = from_words(codes, 6, codes.shape[-1] * 4 // 3).to(torch.uint8)
+        return mx_decoded(codes, scales, {4: "e2m1", 6: "e2m3", 8: "e4m3"}[bits])
     if "weight_packed" not in parts:
         values = parts["weight"].float()
         return values * spread(scales.float(), values.shape)

@@ -5,7 +5,8 @@ One scheme (``weights`` of a config group) and the tensors of one linear make a 
 * ``pack-quantized``: whole numbers of 2 to 8 bits as streams in int32 words, and their zero points as streams
   along the outputs; ``int-quantized``: int8. Scales by group, row or tensor.
 * ``float-quantized`` and ``naive-quantized``: FP8 E4M3, scales by tensor, row or tile.
-* ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``, ``mxfp8-quantized``: as their names say.
+* ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``, ``mxfp6-pack-quantized`` (E2M3), ``mxfp8-quantized``: as
+  their names say.
 
 What activations are rounded to (``input_activations``) belongs to the engine that runs the model: here they
 stay in 16 bits.
@@ -27,7 +28,7 @@ from fewbits.formats.blocks import Block
 from fewbits.formats.float8 import E4M3, Float8
 from fewbits.formats.gptq import bytes_of_words, whole_numbers, with_signs_turned
 from fewbits.formats.integer_indexed import IndexedInteger, check_index
-from fewbits.formats.microscaling import MXFP4, MXFP8_E4M3
+from fewbits.formats.microscaling import MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from fewbits.formats.nvfp4 import NVFP4Blocks
 
 PARTS = (
@@ -63,6 +64,8 @@ def format_of(scheme: Mapping[str, Any], name: str) -> Format:
             return NVFP4Blocks(name="nvfp4", divides=True)
         if strategy == "group" and group == 32:
             return MXFP4
+    if kind == "float" and bits == 6 and strategy == "group" and group == 32:
+        return MXFP6_E2M3
     if kind == "float" and bits == 8:
         if strategy == "group" and group == 32:
             return MXFP8_E4M3
@@ -123,7 +126,7 @@ def to_compressed_tensors(packed: Packed) -> dict[str, Tensor]:
     """The tensors in which compressed-tensors saves this weight, in floating point or in rows of INT8.
 
     Args:
-        packed: (N, K) in FP8, MXFP8, MXFP4, NVFP4 with ``divides``, or INT8 without zero points.
+        packed: (N, K) in FP8, MXFP8, MXFP6 E2M3, MXFP4, NVFP4 with ``divides``, or INT8 without zero points.
 
     Raises:
         Unsupported: another format. (Whole numbers of other widths go through the library's own packer.)

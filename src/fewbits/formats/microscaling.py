@@ -33,7 +33,11 @@ from fewbits.formats.tables import table
 _NAN = 255  # the E8M0 code
 _INT8_VALUES = tuple((i if i < 128 else i - 256) / 64 for i in range(256))
 # compressed-tensors' name for the packing, and for the part that holds the codes
-_STORED = {"e2m1": ("mxfp4-pack-quantized", "weight_packed"), "e4m3": ("mxfp8-quantized", "weight")}
+_STORED = {
+    "e2m1": ("mxfp4-pack-quantized", "weight_packed"),
+    "e2m3": ("mxfp6-pack-quantized", "weight_packed"),
+    "e4m3": ("mxfp8-quantized", "weight"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
