@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gptq_awq
+from fewbits.export.methods import codec_for
 from fewbits.models.writing import engine_folder
 from fewbits.nn.linear import QuantizedLinear
 from tests import peer_formats, peers
@@ -69,6 +70,7 @@ EXACT = [
     ("int3_g32", "compressed_tensors:w3a16", 0.0),
     ("int4_g32_zp", "compressed_tensors:w4a16_asym", 0.0),
     ("mxfp4", "compressed_tensors:mxfp4a16", 0.0),
+    ("mxfp6_e2m3", "compressed_tensors:mxfp6a16", 0.0),
     ("float8_e4m3_row", "compressed_tensors:fp8_dynamic", 0.0),
 ]
 DEFAULT = ("gptq", "awq", "bitsandbytes", "torchao:int4_g32_zp", "compressed_tensors:w4a16")
@@ -80,6 +82,10 @@ DEFAULT = ("gptq", "awq", "bitsandbytes", "torchao:int4_g32_zp", "compressed_ten
 )
 def test_codes_go_over_as_they_are(tmp_path: Path, format: str, method: str, error: float) -> None:
     """A packed base that the layout can hold is not rounded a second time, and opens here as it was."""
+    if "mxfp6" in method:
+        quantization = pytest.importorskip("compressed_tensors.quantization")
+        if not quantization.is_preset_scheme("MXFP6A16"):
+            pytest.skip("this compressed-tensors does not know MXFP6A16")
     model, words = packed_base(tmp_path, format)
     receipt = exported(model, words, tmp_path / "out", method)
     assert receipt.kept == 14 and not receipt.rounded_again and receipt.worst[1] <= error
@@ -89,6 +95,14 @@ def test_codes_go_over_as_they_are(tmp_path: Path, format: str, method: str, err
     for name, layer in layers(again).items():
         wanted = layers(model)[name].dequantize(torch.float32)
         assert (layer.dequantize(torch.float32) - wanted).norm() <= max(error, 1e-7) * wanted.norm(), name
+
+
+def test_a_scheme_that_the_installed_package_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    monkeypatch.setattr(quantization, "is_preset_scheme", lambda name: name != "MXFP6A8")
+    assert codec_for("compressed_tensors", "mxfp4").kind == "MXFP4"
+    with pytest.raises(Unsupported, match="does not know MXFP6A8; install a newer one"):
+        codec_for("compressed_tensors", "mxfp6a8")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.export.codec import Codec, Linear, Model, check_weight
 from fewbits.export.compressed import group_of, import_compressed_tensors, reader_name
 from fewbits.export.whole_numbers import codes_of, grouping, rounded
-from fewbits.formats import E4M3, E4M3_128X128, E4M3_ROW, INT8, MXFP4, MXFP8_E4M3, NVFP4
+from fewbits.formats import E4M3, E4M3_128X128, E4M3_ROW, INT8, MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
 from fewbits.formats.base import Format, Packed
 from fewbits.formats.compressed_tensors import PARTS, to_compressed_tensors
 
@@ -46,11 +46,12 @@ class Scheme:
 
 
 _DIVIDED = replace(NVFP4, divides=True)
-_PACKED, _FLOAT, _NV, _MX4, _MX8 = (
+_PACKED, _FLOAT, _NV, _MX4, _MX6, _MX8 = (
     "pack-quantized",
     "float-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
     "mxfp8-quantized",
 )
 SCHEMES = {
@@ -66,6 +67,8 @@ SCHEMES = {
     "nvfp4a16": Scheme("NVFP4A16", _NV, format=_DIVIDED),
     "mxfp4a16": Scheme("MXFP4A16", _MX4, format=MXFP4),
     "mxfp4": Scheme("MXFP4", _MX4, format=MXFP4),
+    "mxfp6a16": Scheme("MXFP6A16", _MX6, format=MXFP6_E2M3),
+    "mxfp6a8": Scheme("MXFP6A8", _MX6, format=MXFP6_E2M3),
     "mxfp8a16": Scheme("MXFP8A16", _MX8, format=MXFP8_E4M3),
     "mxfp8": Scheme("MXFP8", _MX8, format=MXFP8_E4M3),
 }
@@ -91,8 +94,13 @@ class CompressedCodec(Codec):
             raise BadInput(
                 f"there is no scheme {key!r} of compressed-tensors here; it is one of {', '.join(SCHEMES)}."
             )
-        import_compressed_tensors()
+        package = import_compressed_tensors()
         self.scheme, self.dtype = SCHEMES[key], model.dtype
+        if not package.quantization.is_preset_scheme(self.scheme.preset):
+            raise Unsupported(
+                f"{reader_name()} does not know {self.scheme.preset}; install a newer one, with pip install "
+                "-U compressed-tensors."
+            )
         self.kind, self.label = self.scheme.preset, f"compressed-tensors {self.scheme.preset}"
         self.reader, self.wants_inputs = reader_name(), bool(self.scheme.input_scale)
         self.takes_inputs = bool(self.scheme.bits)

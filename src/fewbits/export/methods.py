@@ -32,6 +32,7 @@ _SCHEMES = {
     "float8_e4m3": "fp8_dynamic",
     "nvfp4": "nvfp4a16",
     "mxfp4": "mxfp4a16",
+    "mxfp6_e2m3": "mxfp6a16",
     "mxfp8_e4m3": "mxfp8a16",
 }
 _EMPTY = Model({}, torch.float32)
