@@ -22,6 +22,7 @@ from torch import Tensor
 from fewbits import FastLanguageModel
 from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import calibrate_checkpoint
+from fewbits.training.calibration.recovery import recover_checkpoint
 
 WINDOW, MEASURED, CALIBRATING = 256, 48, 64
 
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--formats", default="int4_g64,int3_g64_zp,int2_g64_zp")
     parser.add_argument("--budgets", default="", help="bits of mixed precision, with commas")
     parser.add_argument("--methods", default="nearest,gptq,awq+gptq")
+    parser.add_argument("--recover", type=float, default=0.0, help="minutes of recovery after each method")
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")
     half = len(text) // 2
@@ -74,10 +76,16 @@ def main() -> None:
                 counts = [math.prod(layer.shape) for layer in result.layers]
                 pairs = zip(result.layers, counts, strict=True)
                 bits = sum(layer.bits_per_value * count for layer, count in pairs) / sum(counts)
-                packed, _ = FastLanguageModel.from_pretrained(target, dtype=torch.float32)
-                found = score(log_probabilities(packed, windows), plain, windows)
                 name = wanted if isinstance(wanted, str) else f"budget of {wanted.bits:g}"
-                print(f"| {name} | {bits:.3f} | {method} | {found} |", flush=True)
+                folders = {method: target}
+                if args.recover:
+                    recovered = folders[f"{method}, {args.recover:g} min"] = Path(folder) / "recovered"
+                    words = {"minutes": args.recover, "length": WINDOW, "overwrite": True}
+                    print(recover_checkpoint(args.model, target, recovered, rows, **words).sentence)
+                for label, place in folders.items():
+                    packed, _ = FastLanguageModel.from_pretrained(place, dtype=torch.float32)
+                    found = score(log_probabilities(packed, windows), plain, windows)
+                    print(f"| {name} | {bits:.3f} | {label} | {found} |", flush=True)
 
 
 if __name__ == "__main__":
