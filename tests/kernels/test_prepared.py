@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.low_rank_add import launch as launch_low_rank_add
 from fewbits.kernels.decoder.low_rank_add import low_rank_add_ref
-from fewbits.kernels.launch.prepared import Launch, keep_plans, start_kernel
+from fewbits.kernels.launch.prepared import Launch, _kind, keep_plans, start_kernel
 
 
 class Compiled:
@@ -82,19 +82,41 @@ def test_unaligned_pointers_and_other_dtypes_take_tritons_own_way():
 
 def test_a_launch_in_one_call_is_found_again_by_its_numbers_and_constants():
     kernel, x = Kernel(), aligned()
-    for n, block in ((5, 8), (5, 8), (6, 8), (6, 16), (5, 8)):
+    for n, block in ((5, 8), (5, 8), (5, 16), (5, 8)):
         start_kernel(kernel, (2,), (x, x), n, WIDE=False, BLOCK=block, num_warps=2)
-    assert [call[0] for call in kernel.calls] == [
-        "Triton",
-        "machine code",
-        "Triton",
-        "Triton",
-        "machine code",
-    ]
+    assert [call[0] for call in kernel.calls] == ["Triton", "machine code", "Triton", "machine code"]
     assert kernel.calls[0][3] == {"WIDE": False, "BLOCK": 8, "num_warps": 2}
-    assert kernel.calls[4][2][2:] == (5, False, 8)
+    assert kernel.calls[3][2][2:] == (5, False, 8)
     start_kernel(Kernel(), (2,), (x, x), 5, WIDE=False, BLOCK=8, num_warps=2)
-    assert len(kernel.calls) == 5  # another kernel of the same facts is another kernel
+    assert len(kernel.calls) == 4  # another kernel of the same facts is another kernel
+
+
+def test_other_lengths_take_the_machine_code_of_their_kind():
+    """With their own grid and numbers. What Triton compiles otherwise: 1, multiples of 16, 64 bits."""
+    kernel, x = Kernel(), aligned()
+    said = []
+    for n in (5, 6, 16, 32, 0, 1, 2**31, 2**31 + 7, 2**31 + 9, 0.5, 1.0):
+        start_kernel(kernel, (n + 1,), (x, x), n, WIDE=False, BLOCK=8)
+        name, grid, arguments = kernel.calls[-1][:3]
+        assert grid == (n + 1, 1, 1) and arguments[2] == n
+        assert name == "Triton" or arguments[3:] == (False, 8)
+        said.append((n, name))
+    first = [n for n, name in said if name == "Triton"]
+    assert first == [5, 16, 1, 2**31, 2**31 + 7, 0.5]
+
+
+def test_numbers_of_a_kind_are_one_to_triton():
+    jit = pytest.importorskip("triton.runtime.jit")
+    numbers = [
+        *range(-40, 40),
+        *(sign * 2**bits + n for bits in (31, 32, 63) for n in range(-17, 17) for sign in (1, -1)),
+    ]
+    numbers = [n for n in numbers if -(2**63) <= n < 2**64]
+    kinds: dict[Any, set[Any]] = {}
+    for n in [*numbers, True, False, 0.5, 1.0]:
+        of_triton = jit.native_specialize_impl(jit.BaseBackend, n, False, True, True)
+        kinds.setdefault(_kind(n), set()).add(of_triton)
+    assert all(len(of_triton) == 1 for of_triton in kinds.values()), kinds
 
 
 def test_the_interpreter_leaves_nothing_to_keep():

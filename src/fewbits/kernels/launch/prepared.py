@@ -60,6 +60,9 @@ def keep_plans(make: Callable[..., T]) -> Callable[..., T]:
     return plan
 
 
+MachineCode = dict[tuple[torch.dtype, ...], Any]
+
+
 class Launch:
     """A Triton kernel on one device, with everything but its tensors.
 
@@ -68,6 +71,8 @@ class Launch:
         grid: how many programs it has along each axis.
         numbers: its arguments after the tensors, in order.
         constants: its ``tl.constexpr`` arguments by name.
+        machine_code: what Triton made for tensors of some dtypes; launches whose numbers Triton does not tell
+            apart, on one device, may share it. None: its own.
         options: Triton's own, such as ``num_warps``.
     """
 
@@ -79,12 +84,13 @@ class Launch:
         grid: tuple[int, ...],
         numbers: tuple[int | float, ...],
         constants: dict[str, Any],
+        machine_code: MachineCode | None = None,
         **options: Any,
     ) -> None:
         self._kernel, self._grid, self._numbers = kernel, (*grid, 1, 1)[:3], numbers
         self._constants, self._options = constants, options
-        self._compiled: dict[tuple[torch.dtype, ...], Any] = {}
-        self._rest: tuple[Any, ...] = ()
+        self._compiled: MachineCode = {} if machine_code is None else machine_code
+        self._rest = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
 
     def __call__(self, *tensors: Tensor) -> None:
         """Start it on the current stream of the device that holds all ``tensors`` (of any shape)."""
@@ -99,8 +105,6 @@ class Launch:
             return
         machine_code = self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
         if aligned and hasattr(machine_code, "packed_metadata"):  # the interpreter has none
-            names = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
-            self._rest = (*self._numbers, *(self._constants[name] for name in names))
             self._compiled[dtypes] = machine_code
 
 
@@ -142,7 +146,25 @@ def _launch_of(
 ) -> Launch:
     constants = dict(named)
     options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
-    return Launch(kernel, grid, numbers, constants, **options)
+    # Batches of ever other lengths have ever other numbers, and few kinds of them.
+    machine_code = _machine_code_of(kernel, tuple(map(_kind, numbers)), named, device)
+    return Launch(kernel, grid, numbers, constants, machine_code, **options)
+
+
+@keep_plans
+def _machine_code_of(
+    _kernel: Any, _kinds: tuple[Any, ...], _named: tuple[tuple[str, Any], ...], _device: torch.device
+) -> MachineCode:
+    """One for each kernel that Triton compiles; the launches fill it."""
+    return {}
+
+
+def _kind(number: float) -> tuple[Any, ...]:
+    """All that Triton compiles a number by: its type and width, whether it is 1, whether 16 divides it."""
+    if isinstance(number, float):
+        return (float,)
+    bits = (number if number >= 0 else ~number).bit_length()
+    return type(number), number == 1, number % 16 == 0, bits > 31, bits > 63
 
 
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
