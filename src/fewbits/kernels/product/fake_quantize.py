@@ -282,21 +282,22 @@ class _FakeQuantizedLinear(torch.autograd.Function):
     @once_differentiable("fake_quantized_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, a, b = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias, needs_da, needs_db, *_ = ctx.needs_input_grad
         dx = dweight = dbias = da = db = None
         dy_MN = rows_of(dy)
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             rounded = _rounded_weight(weight, a, b, ctx.scaling, ctx.weight_format, dy.dtype)
             dx = (dy_MN @ rounded).view(x.shape)
             del rounded
-        if any(ctx.needs_input_grad[i] for i in (1, 3, 4)):
+        if needs_dweight or needs_da or needs_db:
             x_MK = rows_of(_rounded_input(x, ctx.activation))
-            if ctx.needs_input_grad[1]:
+            if needs_dweight:
                 dweight = (dy_MN.t() @ x_MK).to(weight.dtype)
-            if ctx.needs_input_grad[3]:
+            if needs_da:
                 da = _gradient_of_a(dy_MN, x_MK, a, b, ctx.scaling)
-            if ctx.needs_input_grad[4]:
+            if needs_db:
                 db = _gradient_of_b(dy_MN, x_MK, a, b, ctx.scaling)
-        if ctx.needs_input_grad[2]:
+        if needs_dbias:
             dbias = dy_MN.sum(0).to(ctx.bias_dtype)
         return dx, dweight, dbias, da, db, None, None, None
 

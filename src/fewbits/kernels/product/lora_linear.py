@@ -70,16 +70,17 @@ class _LoRALinear(torch.autograd.Function):
     @once_differentiable("lora_linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x_MK, h, a, b, *parts = ctx.saved_tensors
+        needs_dx, needs_ddropped, needs_da, needs_db, needs_dbias, *_ = ctx.needs_input_grad
         branch_dtype = h.dtype
         dx = ddropped = da = db = dbias = None
         dy_MN = rows_of(dy)
         dy_branch = dy_MN.to(branch_dtype)
         dh = (dy_branch @ b.to(branch_dtype)).mul_(ctx.scaling)
-        if ctx.needs_input_grad[2]:
+        if needs_da:
             da = (dh.t() @ x_MK.to(branch_dtype)).to(a.dtype)
-        if ctx.needs_input_grad[3]:
+        if needs_db:
             db = (dy_branch.t() @ h).mul_(ctx.scaling).to(b.dtype)
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             weight = (
                 decode(ctx.like, tuple(parts), dy.dtype) if ctx.like is not None else parts[0].to(dy.dtype)
             )
@@ -88,9 +89,9 @@ class _LoRALinear(torch.autograd.Function):
             if not ctx.has_dropout:
                 _add_product_(dx_MK, dh, a)
             dx = dx_MK.view(*dy.shape[:-1], dx_MK.shape[1])
-        if ctx.needs_input_grad[1]:
+        if needs_ddropped:
             ddropped = (dh @ a.to(branch_dtype)).to(dy.dtype).view(*dy.shape[:-1], a.shape[1])
-        if ctx.needs_input_grad[4]:
+        if needs_dbias:
             dbias = dy_MN.sum(0).to(ctx.bias_dtype)
         return dx, ddropped, da, db, dbias, *(None for _ in range(3 + len(parts)))
 

@@ -46,14 +46,15 @@ class _OperandLinear(torch.autograd.Function):
     @once_differentiable("operand_linear with rounded operands", lambda ctx: ctx.operands != PLAIN)
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
+        needs_dx, needs_dweight, needs_dbias, _operands = ctx.needs_input_grad
         dx = dweight = dbias = None
         rows = rows_of(dy)
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             dx = backward_product(dy, weight.to(dy.dtype), ctx.operands)
-        if ctx.needs_input_grad[1]:
+        if needs_dweight:
             x_MK = rows_of(x)
             dweight = weight_gradient(rows, x_MK, ctx.operands).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
+        if needs_dbias:
             dbias = rows.sum(0).to(ctx.bias_dtype)
         return dx, dweight, dbias, None
 

@@ -97,9 +97,10 @@ class _PackedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx = dbias = None
         parts = ctx.saved_tensors  # once: gradient checkpointing makes them again for one reading
-        if ctx.needs_input_grad[0]:
+        needs_dx, needs_dbias, *_ = ctx.needs_input_grad
+        if needs_dx:
             dx = backward_product(dy, decode(ctx.like, parts, dy.dtype), ctx.operands)
-        if ctx.needs_input_grad[1]:
+        if needs_dbias:
             dbias = rows_of(dy).sum(0).to(ctx.bias_dtype)
         return dx, dbias, None, None, *(None for _ in parts)
 
