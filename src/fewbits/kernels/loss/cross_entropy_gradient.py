@@ -28,7 +28,8 @@ def register_gradient(op: Any) -> None:
     def backward(ctx: Any, dloss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * ctx.count
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        needs_dh, needs_dw, _labels, needs_db, *_ = ctx.needs_input_grad
+        needs = [needs_dh, needs_dw, needs_db]
         saved = ctx.saved_tensors
         if ctx.again:  # dW of rows with factors of their own: nothing made before them can be scaled
             ignore_index, options, chunk_rows, _, _ = ctx.arguments

@@ -126,7 +126,8 @@ class _LogProbs(torch.autograd.Function):
             over_rows(z, part, *rest)
             done += len(z)
 
-        needs = (ctx.needs_input_grad[0], False, False)
+        needs_dh, *_ = ctx.needs_input_grad
+        needs = (needs_dh, False, False)
         options = (0.0, 0.0, soft_cap)
         tensors = LossTensors(hidden, weight, labels)
         if operands is None:
