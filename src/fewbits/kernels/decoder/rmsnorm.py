@@ -308,7 +308,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 @once_differentiable("rmsnorm")
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor | None, None, None]:
     x, weight, r = ctx.saved_tensors
-    needs_dw = ctx.needs_input_grad[1]
+    _needs_dx, needs_dw, *_ = ctx.needs_input_grad
     dx, dw = _rmsnorm_backward(dy, x, weight, r, ctx.offset, needs_dw)
     return dx, dw if needs_dw else None, None, None
 
@@ -332,7 +332,7 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     @once_differentiable("rmsnorm")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        needs_dw = ctx.needs_input_grad[1]
+        _needs_dx, needs_dw, *_ = ctx.needs_input_grad
         x, weight, r = ctx.saved_tensors
         f = launch_bwd if x.is_cuda else _rmsnorm_backward_default
         dx, dw = f(dy, x, weight, r, ctx.offset, needs_dw)
