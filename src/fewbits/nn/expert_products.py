@@ -127,14 +127,15 @@ class _Into(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
+        needs_dx, needs_da, needs_db, _call = ctx.needs_input_grad
         branch, dx = Branch(a, b, scaling), None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             through = _backward(dy, x.shape[1], weights, branch, table.ends)
             dx, dinner = pair_sums(through.dx, table.inverse, extra=through.by_branch), through.dinner
         else:
             dinner = _through_b(dy, branch, table.ends)
         da = db = None
-        if dinner is not None and (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
+        if dinner is not None and (needs_da or needs_db):
             da = pair_outer(dinner, x, table.ends, rows=table.rows).to(a.dtype)
             db = pair_outer(inner, dy, table.ends).transpose(1, 2).to(b.dtype)
         return dx, da, db, None
@@ -163,23 +164,24 @@ class _OutOf(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         z, routing, bias, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
+        needs_dz, needs_drouting, needs_dbias, needs_da, needs_db, _call = ctx.needs_input_grad
         pairs = dy[table.rows]  # dy of each pair's row, not weighted yet
         through = _backward(pairs, z.shape[1], weights, Branch(a, b, scaling), table.ends)
         weight = routing.reshape(-1)[table.order]
         dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
         da = db = dbias = drouting = None
-        if through.dinner is not None and (ctx.needs_input_grad[3] or ctx.needs_input_grad[4]):
+        if through.dinner is not None and (needs_da or needs_db):
             da = pair_outer(through.dinner, z, table.ends, weights=weight).to(a.dtype)
             db = pair_outer(inner, dy, table.ends, rows=table.rows, weights=weight)
             db = db.transpose(1, 2).to(b.dtype)
-        if ctx.needs_input_grad[1]:
+        if needs_drouting:
             if bias is not None:
                 dweight = dweight + (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
             drouting = dweight[table.inverse].to(routing.dtype)
-        if bias is not None and ctx.needs_input_grad[2]:
+        if bias is not None and needs_dbias:
             weighted = (pairs * weight[:, None]).to(bias.dtype)
             dbias = torch.zeros_like(bias).index_add_(0, table.experts, weighted)
-        return dz if ctx.needs_input_grad[0] else None, drouting, dbias, da, db, None
+        return dz if needs_dz else None, drouting, dbias, da, db, None
 
 
 def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:

@@ -78,10 +78,11 @@ class _ScaledProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, factor = ctx.saved_tensors
+        needs_dx, *_ = ctx.needs_input_grad
         decoded = ctx.packed.dequantize(torch.float32)
         dw = rows_of(dy).t() @ rows_of(x)
         df = (dw.float() * decoded).view(*factor.shape, -1).sum(-1)
-        dx = dy @ _scaled(decoded, factor).to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dx = dy @ _scaled(decoded, factor).to(dy.dtype) if needs_dx else None
         return dx, df, None
 
 

@@ -433,7 +433,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx = None
         parts = ctx.saved_tensors  # once: gradient checkpointing makes them again for one reading
-        if ctx.needs_input_grad[0]:
+        needs_dx, *_ = ctx.needs_input_grad
+        if needs_dx:
             dy = dy.to(ctx.dtype)
             dx = ctx.layer.input_gradient(dy, decode(ctx.like, parts, dy.dtype))
         return dx, None, None, *(None for _ in parts)

@@ -37,8 +37,9 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b = ctx.saved_tensors
-        da = (dy @ b.to(dy.dtype)).to(a.dtype) if ctx.needs_input_grad[0] else None
-        db = (dy.mT @ a.to(dy.dtype)).to(b.dtype) if ctx.needs_input_grad[1] else None
+        needs_da, needs_db, *_ = ctx.needs_input_grad
+        da = (dy @ b.to(dy.dtype)).to(a.dtype) if needs_da else None
+        db = (dy.mT @ a.to(dy.dtype)).to(b.dtype) if needs_db else None
         return da, db, None, None, None, None
 
 
