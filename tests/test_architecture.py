@@ -457,6 +457,15 @@ def test_saved_tensors_are_read_once(path: Path) -> None:
     assert inside == saves, f"{saves} functions save tensors and {inside} read them"
 
 
+@of_every_file(FILES)
+def test_what_needs_a_gradient_has_a_name(path: Path) -> None:
+    """A number would go on saying the same place when forward gets another argument."""
+    for node in nodes(path):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+            by_number = node.value.attr == "needs_input_grad" and not isinstance(node.slice, ast.Slice)
+            assert not by_number, f"line {node.lineno}: needs_dx, needs_dw, *_ = ctx.needs_input_grad"
+
+
 @of_every_file([f for f in FILES if room(f) in ("kernels", "nn", "decoder")])
 def test_rows_are_counted_and_not_left_to_reshape(path: Path) -> None:
     """``x.reshape(-1, x.shape[-1])`` fails where the last axis is 0 long: `rows_of` does not."""

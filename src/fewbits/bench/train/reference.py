@@ -207,8 +207,9 @@ class _RoundedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, w = ctx.saved_tensors
+        _needs_dx, needs_dw, _mode = ctx.needs_input_grad
         dy = _rounded(dy, ctx.mode, gradient=True)
-        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2) if needs_dw else None
         return dy @ w, dw, None
 
 
