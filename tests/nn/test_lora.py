@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -41,6 +43,25 @@ def test_output_is_base_plus_branch(index: int) -> None:
     x = torch.randn(3, 5, 64)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     torch.testing.assert_close(layer(x), base(x) + 2.0 * x @ a.T @ b.T, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("narrow", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("index", range(4))
+def test_halves_of_two_dtypes_merge_in_the_wider(index: int, narrow: str) -> None:
+    """A step computes them so too; an adapter read from elsewhere may be half in float32."""
+    layer = adapted(bases()[index])
+    getattr(layer, narrow).to(torch.bfloat16)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    delta = layer.get_delta_weight("default")
+    assert delta.dtype == torch.float32 and torch.equal(delta, 2.0 * (b.float() @ a.float()))
+    x = torch.randn(3, 64)
+    plain, with_adapter = layer.base_layer(x), layer(x)
+    with pytest.warns(UserWarning, match="rounds them again") if index in (1, 2) else nullcontext():
+        layer.merge()
+    if index not in (1, 2):
+        torch.testing.assert_close(layer(x), with_adapter, rtol=0.05, atol=0.05 if index else 1e-4)
+    layer.unmerge()
+    torch.testing.assert_close(layer.base_layer(x), plain, rtol=0, atol=1e-5)
 
 
 def test_a_hook_on_the_base_is_honoured() -> None:

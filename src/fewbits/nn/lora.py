@@ -161,7 +161,8 @@ class LoRALinear(nn.Module, LoraLayer):
                 y = self._add_biases(y, [name])
         for name in rest:
             branch_in = self.lora_dropout[name](self._cast_input_dtype(x, self.lora_A[name].weight.dtype))
-            y = (y + self.lora_B[name](self.lora_A[name](branch_in)) * self.scaling[name]).to(y.dtype)
+            inner = self._cast_input_dtype(self.lora_A[name](branch_in), self.lora_B[name].weight.dtype)
+            y = (y + self.lora_B[name](inner) * self.scaling[name]).to(y.dtype)
         return y  # type: ignore[no-any-return]
 
     def _frozen_weight(self) -> tuple[Any, Operands] | None:
@@ -188,10 +189,11 @@ class LoRALinear(nn.Module, LoraLayer):
         return y
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """``s * B @ A`` (N, K), in the adapter's dtype, float32 under autocast too."""
+        """``s * B @ A`` (N, K), in the wider dtype of A and B, float32 under autocast too."""
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        dtype = torch.promote_types(a.dtype, b.dtype)
         with torch.autocast(a.device.type, enabled=False):
-            return (b @ a) * self.scaling[adapter]  # type: ignore[no-any-return]
+            return (b.to(dtype) @ a.to(dtype)) * self.scaling[adapter]  # type: ignore[no-any-return]
 
     def effective_weight(self, adapters: list[str]) -> Tensor:
         """W (N, K) and each ``s * B @ A`` in turn, in W's dtype; what `merge` writes, to the bit.
