@@ -82,3 +82,6 @@ template <class T> inline T &shared_of(size_t at) {
     return *(T *)((u8 *)emulation::memory.data() + at);
 }
 #define SHARED(type, at) (shared_of<type>(at))
+template <int TABLE> inline u32 word_at(u32 offset) { return SHARED(u32, TABLE + offset); }
+inline u32 bank_after_tables(u32 bank) { return bank; }
+inline void check_base() {}

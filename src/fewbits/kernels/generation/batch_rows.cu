@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_rows(const __grid
         commit_copies();
     }
     Sums sums = {};
-    const u32 lane_bank = lane * 4;
+    u32 lane_bank = 0;
 #pragma unroll 1
     for (int n = 0; n < VISITS; n += 2 * AHEAD) {
 #pragma unroll
@@ -354,6 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) batch_rows(const __grid
                 const int stage = visit / CS;
                 wait_copies<DEPTH - 2>();
                 __syncthreads();  // all have this stage, and have read the one before
+                lane_bank = bank_after_tables(lane * 4);
                 if (stage + DEPTH - 1 < STAGES) fetch(p, part, stage + DEPTH - 1);
                 commit_copies();
             }

@@ -7,8 +7,8 @@ static __device__ __forceinline__ void decode(const uint4 &four, int step, u32 l
     const u32 w[4] = {four.x, four.y, four.z, four.w};
 #if KIND == 0
     const u32 word = w[step / 2], byte = step % 2 * 2;
-    *first = SHARED(u32, TABLE_AT + bytes_of(word, lane_bank, 0x5504 | byte << 4));
-    *second = SHARED(u32, TABLE_AT + bytes_of(word, lane_bank, 0x5504 | (byte + 1) << 4));
+    *first = word_at<TABLE_AT>(bytes_of(word, lane_bank, 0x5504 | byte << 4));
+    *second = word_at<TABLE_AT>(bytes_of(word, lane_bank, 0x5504 | (byte + 1) << 4));
 #elif KIND == 1  // pairs (0, 4), (1, 5) 16 times as large, then (2, 6), (3, 7): x lies and is scaled likewise
     const u32 word = w[step / 2] >> (step % 2 * 8);
     *first = (word & 0x000f000f) ^ 0x00080008;
@@ -28,6 +28,7 @@ static __device__ __forceinline__ void decode(const uint4 &four, int step, u32 l
 // The table of a 4-bit codebook: pairs of values, 256 bytes apart.
 static __device__ __forceinline__ void fill_pairs(const float *values) {
 #if KIND == 0
+    check_base();
     // Each pair 32 times, one for each lane's bank; threads begin at different ones so that their banks differ.
     for (int i = threadIdx.x; i < 256; i += THREADS) {
         const u32 pair = half_pair(values[i & 15], values[i >> 4]);

@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) co
     bring_x(p, known);
     const Columns x = columns_of(p, at);
     __syncthreads();
-    const u32 lane_bank = lane * 4;
+    const u32 lane_bank = bank_after_tables(lane * 4);
 #pragma unroll 1
     for (int number = 0; number < count; number++) {
         Sums sums = {};

@@ -125,7 +125,7 @@ static __device__ __forceinline__ void add_block(const Arguments &p, int pitch, 
         }
 }
 
-static __device__ __forceinline__ void multiply(const Arguments &p, int i, Sums *sums) {
+static __device__ __forceinline__ void multiply(const Arguments &p, int i, u32 lane_bank, Sums *sums) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = (p.K + CHUNK - 1) / CHUNK;
     const int chunk = chunk_of(i), pitch = X_PITCH(chunks), stage = stage_of(i) + g * ROW_PITCH + t * 4 * WORDS;
     int from[GROUPS];
@@ -154,8 +154,8 @@ static __device__ __forceinline__ void multiply(const Arguments &p, int i, Sums 
 #pragma unroll
             for (int j = 0; j < BESIDE; j++) {
                 u32 a[4];
-                decode(w[j][0], step, &a[0], &a[2]);
-                decode(w[j][1], step, &a[1], &a[3]);
+                decode(w[j][0], step, lane_bank, &a[0], &a[2]);
+                decode(w[j][1], step, lane_bank, &a[1], &a[3]);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     const uint2 b = SHARED(uint2, from[group] + ((l + j) * STEPS + step) * 32);
@@ -203,6 +203,7 @@ static __device__ __forceinline__ void finish(const Arguments &p, int tile, int 
 
 static __device__ __forceinline__ void fill_tables(const Arguments &p) {
 #if KIND == 0
+    check_base();
     // Each pair 32 times, one for each lane's bank; threads begin at different ones so that their banks differ.
     for (int i = threadIdx.x; i < 256; i += THREADS) {
         const u32 pair = half_pair(p.values[i & 15], p.values[i >> 4]);
@@ -233,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) fe
 #endif
     wait_for_the_kernel_before();
     bring_x(p, known);
+    const u32 lane_bank = bank_after_tables(threadIdx.x % 32 * 4);
     Sums sums = {};
 #pragma unroll 1
     for (int i = 0; i < count; i++) {
@@ -241,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1) fe
         commit_copies();
         wait_copies<DEPTH - 1>();
         __syncwarp();
-        multiply(p, i, &sums);
+        multiply(p, i, lane_bank, &sums);
         if (i % ROUNDS == ROUNDS - 1) finish(p, tile_of(i), i / ROUNDS, i == count - 1, &sums);
     }
 }

@@ -115,6 +115,24 @@ static __device__ __forceinline__ void ask_for(const void *at) {  // a line of m
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 #define SHARED(type, at) (*(type *)(shared_bytes + (at)))
+// A word of a table in shared memory. The compiler does not know where a block's shared memory begins, and adds that to every
+// address that is not a constant: a third of the instructions of a look-up. All GPUs so far keep SHARED_BASE bytes in front of
+// it for themselves; on one that does not the kernel stops.
+#define SHARED_BASE 1024
+template <int TABLE> static __device__ __forceinline__ u32 word_at(u32 offset) {
+    u32 word;
+    asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(word) : "r"(offset), "n"(SHARED_BASE + TABLE));
+    return word;
+}
+static __device__ __forceinline__ void check_base() {
+    if (shared_address() != SHARED_BASE) asm volatile("trap;");
+}
+// What the offsets are made of, once the table is written: no look-up comes before.
+static __device__ __forceinline__ u32 bank_after_tables(u32 bank) {
+    u32 same;
+    asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(bank) : "memory");
+    return same;
+}
 #endif
 
 static __device__ __forceinline__ float from_bf16(u32 x) { return __uint_as_float(x << 16); }

@@ -114,11 +114,11 @@ static __device__ __forceinline__ void load_scales(const Arguments &p, int i, Sc
 #endif
 
 // Four weights of a lane's piece, those of product ``step``, as two pairs of float16 (KIND 5: bfloat16).
-static __device__ __forceinline__ void decode(const u32 *w, int step, u32 *first, u32 *second) {
+static __device__ __forceinline__ void decode(const u32 *w, int step, u32 lane_bank, u32 *first, u32 *second) {
 #if KIND == 0
-    const u32 word = w[step / 2] >> (step % 2 * 16), lane = threadIdx.x % 32 * 4;
-    *first = SHARED(u32, TABLE_AT + ((word << 7 & 0x7f80) | lane));
-    *second = SHARED(u32, TABLE_AT + ((word >> 1 & 0x7f80) | lane));
+    const u32 word = w[step / 2] >> (step % 2 * 16);
+    *first = word_at<TABLE_AT>((word << 7 & 0x7f80) | lane_bank);
+    *second = word_at<TABLE_AT>((word >> 1 & 0x7f80) | lane_bank);
 #elif KIND == 1  // pairs (0, 4), (1, 5) 16 times as large, then (2, 6), (3, 7): x lies and is scaled likewise
     const u32 word = w[step / 2] >> (step % 2 * 8);
     *first = (word & 0x000f000f) ^ 0x00080008;
