@@ -157,6 +157,18 @@ def test_there_and_back(tmp_path):
         assert back.attention_of(name) == config.attention_of(name)
 
 
+def test_all_experts_of_a_block_are_one_entry_of_their_table(tmp_path):
+    linears = [f"m.layers.{i}.mlp.experts.{e}.down_proj" for i in range(2) for e in range(3)]
+    attentions = ["m.layers.0.attn", "m.layers.1.attn"]
+    alike = (("*.layers.0.*", LinearSetting(lengths=((32,),))), ("*", LinearSetting(runs="int8", bits=7)))
+    files = write_bundle(StochasticConfig(linears=alike), tmp_path / "b", linears, attentions)
+    back = read_bundle(files[0], hybrid=files[2])
+    assert [back.linear(name) for name in linears] == [alike[0][1]] * 3 + [alike[1][1]] * 3
+    apart = (("*.experts.2.down_proj", LinearSetting(lengths=((64,),))), *alike)
+    with pytest.raises(Unsupported, match=r"experts\.0\.down_proj and .*experts\.2\.down_proj run otherwise"):
+        write_bundle(StochasticConfig(linears=apart), tmp_path / "c", linears, attentions)
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [

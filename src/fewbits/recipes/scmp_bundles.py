@@ -273,7 +273,14 @@ def write_bundle(
         Unsupported: what this format cannot say.
     """
     blocks = len(attentions)
-    names = {(name.rpartition(".")[2], _block(name)): name for name in linears}
+    names: dict[tuple[str, int], str] = {}
+    for name in linears:  # of a block's experts the first stands for all
+        first = names.setdefault((name.rpartition(".")[2], _block(name)), name)
+        if config.linear(first) != config.linear(name):
+            raise Unsupported(
+                f"{first} and {name} run otherwise, and their table has one entry for all "
+                f"{name.rpartition('.')[2]} of a block; write a configuration in which they are alike."
+            )
     names |= {(op, _block(name)): name for name in attentions for op in ATTENTION}
     buckets: dict[str, Any] = {}
     schedule: dict[str, list[str]] = {}
