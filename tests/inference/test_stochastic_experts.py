@@ -7,6 +7,7 @@ import torch
 
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import STOCHASTIC
+from fewbits.inference.decode import Decoding
 from fewbits.inference.evaluate import TextWindows, plan_windows
 from fewbits.inference.stochastic.energy import energy_of
 from fewbits.inference.stochastic.receipt import products_counted
@@ -73,3 +74,12 @@ def test_a_swap_table_has_all_experts_as_one_operator():
     assert len(down.names) == 8 and all(".experts." in name for name in down.names)
     table = swap_table(model, text, CONFIG, [64], [down])
     assert table.swaps[0].freed < 0 and table.macs["down_proj"] > 0.1
+
+
+def test_decoding_runs_experts_without_a_graph_and_says_why():
+    model = mixture("mixtral")
+    apply_stochastic(model, CONFIG)
+    decoding = Decoding(model, batch_size=1, max_tokens=16)
+    assert decoding.without_graph == "the host asks which experts have rows"
+    decoding.prefill(tokens(1, 5))
+    assert decoding.decode(3).shape == (1, 3)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.inference.pieces import Gpus, Pieces
+from fewbits.nn.split_experts import SplitExperts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,6 +177,8 @@ class Decoding:
 
 def _obstacle(model: nn.Module) -> str:
     """Why a model's step cannot be recorded in CUDA graphs; "" if it can."""
+    if any(isinstance(module, SplitExperts) for module in model.modules()):
+        return "the host asks which experts have rows"
     kinds = {p.device.type for p in model.parameters()}
     if kinds == {"cuda"}:
         return ""
