@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.live import plan
+from fewbits.models.generation.loop import decoding_of
 from tests.models.emulated import count_steps, on_a_cpu
 from tests.models.test_decode_generate import model_of, padded
+from tests.models.tiny import tokens
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -52,3 +55,26 @@ def test_without_memory_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_ALWAYS_WHOLE", 1024)
     monkeypatch.setattr(plan, "free_bytes", lambda _: 0)
     assert torch.equal(model.generate(**prompt, **GREEDY), whole) and lengths == [256, 256, 188]
+
+
+def test_a_conversation_that_grows_gets_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as much room again each time; just what is needed where the memory does not hold more."""
+    on_a_cpu(monkeypatch)
+    model = model_of("llama", max_position_embeddings=8192)
+    rooms: list[int] = []
+    real = decode_step.DecodeStep.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options["room"] == 3072:  # half as much again as 2048
+            raise torch.OutOfMemoryError
+        rooms.append(options["room"])
+        real(self, *args, **options)
+
+    monkeypatch.setattr(decode_step.DecodeStep, "__init__", init)
+    for length in (100, 300, 600, 900, 1400, 1700):
+        ids = tokens(1, length)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    assert rooms == [256, 512, 768, 1280, 2048]  # and not 1792 as well
+    ids = tokens(1, 2100)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    assert rooms[-1] == 2304 and not decoding_of(model).said

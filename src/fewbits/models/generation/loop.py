@@ -335,19 +335,17 @@ def _ready(
     fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
     fits = fits and step is not None and bool(rows) == bool(step.adapters) and {*rows} <= {*step.adapters}
     if step is None or not fits or state.of_model != of_model:
-        state.step = state.together = None  # their memory first
-        room = -(-max(end, length + 1) // _ROOM_STEP) * _ROOM_STEP
+        rooms = _rooms(
+            model, max(end, length + 1), step if step is not None and step.batch == batch else None
+        )
+        state.step = state.together = step = None  # their memory first
         try:
-            # Inference mode's tensors could not be written by a later call outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                names = sorted({*rows})
-                step = DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=names)
+            step = _new_step(model, batch, rooms, kind, rows)
         except Unsupported as error:
-            state.of_model = of_model
-            _refuse(state, kind, str(error).rstrip("."))
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                state.of_model = of_model
+                _refuse(state, kind, str(error).rstrip("."))
             raise
-        except torch.OutOfMemoryError as error:
-            raise Unsupported(f"there is no memory for the keys and values of {room:,} tokens.") from error
         state.step, state.of_model, state.proved = step, of_model, False
     step.refresh()
     step.choose(rows)
@@ -357,6 +355,32 @@ def _ready(
     if not state.proved:
         _prove(state, model, step, prompt, mask)
     return step
+
+
+def _rooms(model: Any, needed: int, before: DecodeStep | None) -> list[int]:
+    """Tokens of a new step: half as much again as one that has become too short, or just what is needed.
+
+    A conversation that grows gets a new step, and a new graph, a few times and not every 256 tokens.
+    """
+    rooms = {needed}
+    if before is not None and before.room < needed:
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or needed
+        rooms.add(max(needed, min(before.room * 3 // 2, context)))
+    return sorted({-(-room // _ROOM_STEP) * _ROOM_STEP for room in rooms}, reverse=True)
+
+
+def _new_step(
+    model: nn.Module, batch: int, rooms: list[int], kind: KVCache | None, rows: tuple[str, ...]
+) -> DecodeStep:
+    """A step with the first of these rooms for which there is memory."""
+    for room in rooms:
+        try:
+            # Inference mode's tensors could not be written by a later call outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                return DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=sorted({*rows}))
+        except torch.OutOfMemoryError as error:
+            full = error
+    raise Unsupported(f"there is no memory for the keys and values of {rooms[-1]:,} tokens.") from full
 
 
 def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
