@@ -27,6 +27,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
+from fewbits.kernels.product.cpu_products import cpu_product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,11 @@ def packed_linear(
     operands = Operands(activation=activation, gradient=gradient, weight_operand=weight_operand)
     # Rows, so that what the function returns is no view: PEFT's aLoRA, for one, writes into it.
     rows = rows_of(x.to(product_dtype(x)))
+    if operands == PLAIN and not torch.is_grad_enabled():
+        few = cpu_product(rows, packed)
+        if few is not None:
+            few = few if bias is None else few.add_(bias)
+            return few.view(*x.shape[:-1], few.shape[-1])
     y: Tensor = _PackedLinear.apply(rows, bias, operands, signature(packed), *packed.parts.values())
     return y.view(*x.shape[:-1], y.shape[-1])
 
