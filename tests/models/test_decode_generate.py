@@ -16,6 +16,7 @@ from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop as decode_generate
 from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.prompt import left_padding, read_prompt
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
 
@@ -59,9 +60,9 @@ def test_every_step_gives_the_models_own_logits(family: str, recipe: str | None)
         own = model(
             input_ids=text, attention_mask=whole, position_ids=(whole.cumsum(-1) - 1).clamp(min=0)
         ).logits.float()
-        padding = decode_generate._left_padding(ids, mask)
+        padding = left_padding(ids, mask)
         state = decoding_of(model)
-        read = decode_generate._prefill(model, ids, mask, padding)
+        read = read_prompt(model, ids, mask, padding)
         step = decode_generate._ready(state, model, ids, read, padding, mask, text.shape[1])
         assert state.proved and not state.refused
         for n in range(ids.shape[1], text.shape[1] - 1):
@@ -241,7 +242,7 @@ def test_models_in_float32_and_right_padding_are_transformers_own(monkeypatch: p
     model.generate(tokens(1, 8), max_new_tokens=3, do_sample=False)
     assert "computes in torch.float32" in decoding_of(model).refused
     with pytest.raises(Unsupported, match="padded on the left"):
-        decode_generate._left_padding(tokens(1, 4), torch.tensor([[1, 1, 1, 0]]))
+        left_padding(tokens(1, 4), torch.tensor([[1, 1, 1, 0]]))
     assert made[0] == 0
 
 

@@ -16,6 +16,7 @@ from fewbits.models.generation import loop as decode_generate
 from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.packed_cache import PackedCache
+from fewbits.models.generation.prompt import HowToRead, left_padding, read_prompt
 from tests.models.tiny import tiny, tokens
 
 BF16 = torch.bfloat16
@@ -60,9 +61,9 @@ def test_every_step_gives_the_logits_of_the_definition(family: str) -> None:
     text = torch.cat([ids, tokens(3, 30, seed=5)], dim=1)
     kind = KVCache(**SMALL)
     with torch.no_grad(), decode_generate.products_in_16_bits(model):
-        padding = decode_generate._left_padding(ids, mask)
+        padding = left_padding(ids, mask)
         state = decoding_of(model)
-        read = decode_generate._prefill(model, ids, mask, padding, kind)
+        read = read_prompt(model, ids, mask, padding, HowToRead(kind))
         step = decode_generate._ready(state, model, ids, read, padding, mask, text.shape[1])
         assert state.proved and not state.refused_caches and set(step.packed) == {0, 1}
         for n in range(ids.shape[1], text.shape[1] - 1):

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fewbits.host.unwrap import unwrap
+from fewbits.models.generation.own_caches import continues
 from fewbits.models.generation.step import why_not
 
 # Arguments of generate that ask for something else than one token a step from a cache of the loop's own.
@@ -78,6 +79,9 @@ def other_way(model: Any, arguments: dict[str, Any]) -> str:
     configs = (arguments.get("generation_config"), model.generation_config)
     for name, usual in _OTHER_WAYS.items():
         chosen = option_of(model, arguments, name)
+        embedded = arguments.get("inputs_embeds") is not None
+        if name == "past_key_values" and chosen is not None and continues(chosen) and not embedded:
+            continue
         same = chosen is None or chosen is usual or (usual is None and chosen is False)
         if not same and (isinstance(chosen, Tensor) or chosen != usual):
             return f"the call asks for {name}"

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,8 +33,9 @@ from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
 from fewbits.models.generation.adapters_by_row import adapter_rows, names_adapters
 from fewbits.models.generation.calls import drops, option_of, other_speculation, other_way, with_stop_strings
-from fewbits.models.generation.live.plan import fitting_piece
+from fewbits.models.generation.own_caches import give_back, length_of
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
+from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
 from fewbits.models.generation.speculation import (
     MOST_GUESSES,
     ROUNDING,
@@ -122,14 +124,31 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
         if torch.cuda.is_available():
             state.say(reason)
         rest = {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
-        return (
-            rest if len(args) > 2 else guarded(model, rest)
-        )  # processors by position are the caller's alone
+        # Processors that are given by position are the caller's alone.
+        return rest if len(args) > 2 else guarded(model, rest)
     # transformers hands a loop from outside neither a streamer nor a draft model.
     streamer, draft = arguments.get("streamer"), arguments.get("assistant_model")
-    loop = partial(_decode, streamer=streamer, draft=draft, kv_cache=kind)
+    own = arguments.get("past_key_values")
+    loop = partial(_decode, beside=_Beside(streamer, draft, kind, own))
     rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
     return {**with_stop_strings(rest), "custom_generate": loop}
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Of a call, what transformers does not hand to a loop from outside, or hands to it changed.
+
+    Attributes:
+        streamer: receives each token.
+        draft: the model that guesses.
+        kv_cache: in which formats keys and values are kept; None: as the model computes them.
+        own_cache: the caller's cache, which goes on.
+    """
+
+    streamer: Any = None
+    draft: Any = None
+    kv_cache: KVCache | None = None
+    own_cache: Any = None
 
 
 @torch.no_grad()
@@ -139,13 +158,13 @@ def _decode(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    streamer: Any = None,
-    draft: Any = None,
-    kv_cache: KVCache | None = None,
+    beside: _Beside | None = None,
     **keywords: Any,
 ) -> Any:
     """The loop that transformers calls; (batch, prompt and new tokens), or an output that holds them."""
     state = decoding_of(model)
+    beside = beside or _Beside()
+    streamer, draft, kv_cache, own_cache = beside.streamer, beside.draft, beside.kv_cache, beside.own_cache
     mask = keywords.get("attention_mask")
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
     embedded = keywords.get("inputs_embeds")
@@ -156,11 +175,12 @@ def _decode(
         try:
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
-            padding = _left_padding(read, mask)
+            padding = left_padding(read, mask)
             _check_keywords(model, read, padding, keywords)
-            piece = generation_config.prefill_chunk_size
-            prompt = _prefill(model, read, mask, padding, kv_cache, embedded, piece)
-            step = _ready(state, model, read, prompt, padding, mask, end)
+            before = 0 if own_cache is None else length_of(own_cache, read)
+            how = HowToRead(kv_cache, embedded, generation_config.prefill_chunk_size, own_cache, before)
+            prompt = read_prompt(model, read, mask, padding, how)
+            step = _ready_or_as_before(state, model, read, prompt, (padding, mask, end, how))
         except Unsupported as error:
             state.say(str(error).rstrip("."))
         else:
@@ -169,9 +189,15 @@ def _decode(
                 tokens = SpeculativeTokens(
                     model, step, guessed, logits_processor, stopping_criteria, streamer
                 )
-                return tokens.run(prompt.logits, input_ids)
-            prompt.cache = None  # the step has its keys and values, and a long prompt's are large
-            return tokens_of(model, step, prompt.logits, input_ids, *choose)
+                out: Any = tokens.run(prompt.logits, input_ids)
+            else:
+                prompt.cache = None  # the step has its keys and values, and a long prompt's are large
+                out = tokens_of(model, step, prompt.logits, input_ids, *choose)
+            if own_cache is not None:
+                give_back(step, own_cache, read.shape[1], getattr(out, "sequences", out).shape[1] - 1)
+                if hasattr(out, "sequences"):
+                    out.past_key_values = own_cache
+            return out
     logits_processor.append(RefuseNotFinite(model))
     return model._sample(  # type: ignore[no-any-return]
         input_ids,
@@ -197,7 +223,7 @@ def _speculation(
     model: nn.Module,
     draft: Any,
     most: int,
-    prompted: tuple[Tensor, _Prompt, Tensor, Tensor | None],
+    prompted: tuple[Tensor, ReadPrompt, Tensor, Tensor | None],
     held: ExitStack,
 ) -> Speculation | None:
     """Who guesses and what verifies; None without, and a line of the log where that was asked for."""
@@ -223,7 +249,7 @@ def _speculation(
         of_draft = decoding_of(own)
         if own is model or not held.enter_context(alone(of_draft)):
             raise Unsupported("another call of generate() runs on the draft model")
-        read = _prefill(own, input_ids, mask, padding)
+        read = read_prompt(own, input_ids, mask, padding)
         guesser = _ready(of_draft, own, input_ids, read, padding, mask, step.room)
         return Speculation(Draft(guesser, input_ids[0].tolist(), most), together)
     except Unsupported as error:
@@ -259,69 +285,28 @@ def _check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywor
         raise Unsupported("the call passes position_ids of its own.")
 
 
-class _Prompt:
-    """What the model made of the prompt."""
-
-    def __init__(self, logits: Tensor, cache: Any) -> None:
-        self.logits, self.cache = logits, cache
-
-
-def _left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """How many tokens of padding stand before each sequence (batch,)."""
-    if mask is None:
-        return torch.zeros(len(input_ids), dtype=torch.long, device=input_ids.device)
-    if mask.dim() != 2 or mask.shape != input_ids.shape:
-        raise Unsupported("the attention mask is not one value a token.")
-    count = mask.long().sum(-1)
-    padding = mask.shape[1] - count
-    places = torch.arange(mask.shape[1], device=mask.device)
-    if not bool(((places >= padding[:, None]) == mask.bool()).all()) or int(count.min()) < 1:
-        raise Unsupported("the prompts are not padded on the left.")
-    return padding
-
-
-def _prefill(
-    model: Any,
+def _ready_or_as_before(
+    state: Decoding,
+    model: nn.Module,
     input_ids: Tensor,
-    mask: Tensor | None,
-    padding: Tensor,
-    kind: KVCache | None = None,
-    embedded: Tensor | None = None,
-    piece: int | None = None,
-) -> _Prompt:
-    """The prompt through the model itself: its tokens (batch, length), or (batch, length, hidden) vectors.
-
-    It is read whole, or ``piece`` tokens at a time; where nothing is said, whole if the memory allows it. In
-    few bits it is always read whole, because its tokens attend to each other in 16 bits.
-    """
-    from transformers import DynamicCache
-
-    length = input_ids.shape[1]
-    places = (torch.arange(length, device=input_ids.device)[None] - padding[:, None]).clamp(min=0)
-    cache = DynamicCache()  # without a config: every layer keeps all tokens, also those of a sliding window
-    piece = piece or fitting_piece(model, len(input_ids), length)
-    if kind is not None:
-        cache = packed_keywords(model, kind, mask, whole_windows=True)["past_key_values"]
-        piece = length
-    for begin in range(0, length, piece):
-        cut = slice(begin, begin + piece)
-        read = {"input_ids": input_ids[:, cut]} if embedded is None else {"inputs_embeds": embedded[:, cut]}
-        out = model(
-            **read,
-            attention_mask=None if mask is None else mask[:, : begin + piece],
-            position_ids=places[:, cut],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    return _Prompt(out.logits[:, -1].float(), cache)
+    prompt: ReadPrompt,
+    rest: tuple[Tensor, Tensor | None, int, HowToRead],
+) -> DecodeStep:
+    """`_ready`; without a step the caller's cache is as it was, for transformers' loop."""
+    padding, mask, end, how = rest
+    try:
+        return _ready(state, model, input_ids, prompt, padding, mask, end)
+    except Unsupported:
+        if how.cache is not None:
+            how.cache.crop(how.before - input_ids.shape[1])
+        raise
 
 
 def _ready(
     state: Decoding,
     model: nn.Module,
     input_ids: Tensor,
-    prompt: _Prompt,
+    prompt: ReadPrompt,
     padding: Tensor,
     mask: Tensor | None,
     end: int,
@@ -391,7 +376,9 @@ def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
         state.refused_caches[kind] = reason
 
 
-def _prove(state: Decoding, model: nn.Module, step: DecodeStep, prompt: _Prompt, mask: Tensor | None) -> None:
+def _prove(
+    state: Decoding, model: nn.Module, step: DecodeStep, prompt: ReadPrompt, mask: Tensor | None
+) -> None:
     """One token through both ways; refuses the step for good if they differ by more than rounding."""
     if not bool(prompt.logits.isfinite().all()):  # no fault of the step
         raise Unsupported("the prompt's logits are NaN or infinite, with which no step can be compared.")
