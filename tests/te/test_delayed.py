@@ -232,6 +232,7 @@ def test_weights_on_the_meta_device_are_quantised_when_they_are_filled() -> None
     with te.quantized_model_init(recipe=Float8CurrentScaling()):
         layer = te.LayerNormMLP(16, 32, device="meta")
     assert layer.fc1_weight.device.type == "meta"
+    layer = copy.deepcopy(layer)  # as a stack of layers is made
     layer.reset_parameters()
     assert isinstance(layer.fc1_weight, te.Float8Tensor) and isinstance(layer.fc2_weight, te.Float8Tensor)
     with te.autocast(recipe=Float8CurrentScaling()):
@@ -297,3 +298,11 @@ def test_a_copy_goes_on_with_its_own_scales(duplicate) -> None:
     scale = layer.fp8_meta["scaling_fwd"].scale
     assert torch.equal(other.fp8_meta["scaling_fwd"].scale, scale)
     assert other.fp8_meta["scaling_fwd"].scale.data_ptr() != scale.data_ptr()
+
+
+def test_a_model_with_a_recipe_of_its_own_can_be_pickled() -> None:
+    model = te.use_recipe(torch.nn.Sequential(te.Linear(16, 16)), DelayedScaling(amax_history_len=4))
+    other, x = pickle.loads(pickle.dumps(model)), torch.randn(16, 16)
+    for _ in range(2):
+        assert torch.equal(other(x), model(x))
+    assert other[0].fp8_meta["scaling_fwd"].scale[0] != 1  # its own passes advance its histories

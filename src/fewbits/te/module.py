@@ -44,7 +44,8 @@ class Module(nn.Module):
             with it, or with None.
         grad_input_quantizer_role: the same of the gradient that goes back to the input.
         module_type: see `QuantizerRole`.
-        after_reset: what the next `reset_parameters` that fills the parameters does last.
+        after_reset: functions of the module, with further arguments, that the next `reset_parameters` which
+            fills the parameters calls last.
         recipe: this module's own recipe, or None for the context's.
     """
 
@@ -60,7 +61,7 @@ class Module(nn.Module):
         self.quantizers: dict[str, list[Quantizer | None]] = {}
         self._slots: tuple[str, torch.device, Slots, Slots] | None = None
         self._weight_operands: dict[str, Operand] = {}
-        self.after_reset: list[Callable[[], None]] = []
+        self.after_reset: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._init_fns: dict[str, Callable[[Tensor], Any]] = {}
 
     # Parameters
@@ -87,8 +88,8 @@ class Module(nn.Module):
             with torch.no_grad():
                 init(parameter)
         waiting, self.after_reset = self.after_reset, []
-        for finish in waiting:
-            finish()
+        for finish, words in waiting:
+            finish(self, *words)
 
     # Recipe and quantisers
 
@@ -340,16 +341,17 @@ def use_recipe(model: nn.Module, recipe: Recipe | None) -> nn.Module:
     return model
 
 
+def _enter(*_: Any) -> None:
+    enter_region()
+
+
+def _leave(*_: Any) -> None:
+    leave_region()
+
+
 def _region_hooks(model: nn.Module) -> list[Any]:
     """A region for each outermost forward pass of ``model``."""
-
-    def enter(*_: Any) -> None:
-        enter_region()
-
-    def leave(*_: Any) -> None:
-        leave_region()
-
-    return [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    return [model.register_forward_pre_hook(_enter), model.register_forward_hook(_leave, always_call=True)]
 
 
 def refuse(condition: bool, what: str, instead: str) -> None:

@@ -29,7 +29,7 @@ def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot:
         "build the layer with one (fuse_qkv_params)",
     )
     if getattr(module, names[0]).device.type == "meta":
-        module.after_reset.append(lambda: hold_quantized(module, names, init, slot))
+        module.after_reset.append((hold_quantized, (names, init, slot)))
         return
     for name in names:
         weight = getattr(module, name)
