@@ -110,6 +110,7 @@ _KNOWN = {
     "attention_mask_func": lambda scores, mask: scores.masked_fill(mask, -10000.0),
     "gpu_autocast_ctx": lambda enabled=True: torch.autocast("cuda", enabled=enabled),
     "is_in_onnx_export_mode": lambda: False,
+    "UNSAFE_PICKLE_EXTRA_STATE_ENV": "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
     "convert_thd_to_bshd": theirs.convert_thd_to_bshd,
     "convert_bshd_to_thd": theirs.convert_bshd_to_thd,
     "FP8FwdTensors": _FORWARD,
