@@ -292,3 +292,20 @@ def test_what_is_refused() -> None:
         te.Linear(4, 4, device="cpu", parameters_split={"a": 1, "b": 2})
     with pytest.raises(BadInput, match="E5M2"):
         te.recipe.DelayedScaling(fp8_format=te.recipe.Format.E5M2)
+
+
+def test_alibi_counts_from_the_end_of_each_padded_sequence() -> None:
+    torch.manual_seed(7)
+    layer = te.DotProductAttention(2, 8, attention_dropout=0.0, attention_type="cross", qkv_format="bshd")
+    q, k, v = torch.randn(2, 4, 2, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    lengths = ((4, 7), (2, 5))
+    hidden = [
+        torch.stack([torch.arange(size) >= pair[i] for pair in lengths]).view(2, 1, 1, size)
+        for i, size in enumerate((4, 7))
+    ]
+    words = {"core_attention_bias_type": "alibi"}
+    y = layer(q, k, v, attention_mask=tuple(hidden), attn_mask_type="padding_causal_bottom_right", **words)
+    for i, (n, m) in enumerate(lengths):
+        one = (q[i : i + 1, :n], k[i : i + 1, :m], v[i : i + 1, :m])
+        alone = layer(*one, attn_mask_type="causal_bottom_right", **words)
+        torch.testing.assert_close(y[i, :n], alone[0])

@@ -22,6 +22,7 @@ from fewbits.te.distributed import group_size
 from fewbits.te.masks import (
     Visibility,
     default_slopes,
+    diagonal_offset,
     hidden_scores,
     padding_of,
     relative_positions,
@@ -301,7 +302,8 @@ class DotProductAttention(Module):
         sizes = (q.shape[0], q.shape[2], k.shape[2])
         hidden = hidden_scores(call.see, mask, sizes, q.device)
         scores = q.float() @ k.float().transpose(-1, -2)
-        scores = _biased(scores, self.softmax_scale, call)
+        offset = diagonal_offset(call.see, mask, sizes, q.device)
+        scores = _biased(scores, self.softmax_scale, call, offset)
         largest = None
         if self.return_max_logit:
             masked = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
@@ -327,12 +329,11 @@ class DotProductAttention(Module):
         return (probabilities @ v.float()).to(q.dtype), largest
 
 
-def _biased(scores: Tensor, scale: float, call: _Call) -> Tensor:
-    """Scaled scores (b, h, s_q, s_kv) with the bias that the call asks for."""
+def _biased(scores: Tensor, scale: float, call: _Call, offset: Tensor) -> Tensor:
+    """Scaled scores (b, h, s_q, s_kv) with the bias that the call asks for; see `diagonal_offset`."""
     if call.bias_type == "alibi":
         _, h, s_q, s_kv = scores.shape
         slopes = default_slopes(h, scores.device) if call.slopes is None else call.slopes.float()
-        offset = torch.full((1,), s_kv - s_q if call.see.bottom_right else 0, device=scores.device)
         distance = relative_positions(s_q, s_kv, offset).abs()
         return scores * scale - slopes.view(-1, h, 1, 1) * distance
     if call.bias_type == "no_bias":

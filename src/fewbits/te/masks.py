@@ -88,6 +88,24 @@ def padding_of(cu_seqlens: Tensor, length: int) -> Tensor:
     return torch.arange(length, device=cu_seqlens.device)[None] >= lengths[:, None]
 
 
+def diagonal_offset(
+    see: Visibility,
+    mask: Tensor | tuple[Tensor, Tensor] | None,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+) -> Tensor:
+    """Which key stands where query 0 does: (1,), or (b,) where padding gives each sequence its own.
+
+    See `hidden_scores` for the arguments.
+    """
+    batch, s_q, s_kv = sizes
+    padding = _padding(mask, batch) if see.is_padded else None
+    if see.bottom_right and padding is not None:
+        q, kv = padding
+        return (~kv).sum(1) - (~q).sum(1)
+    return torch.full((1,), s_kv - s_q if see.bottom_right else 0, device=device)
+
+
 def hidden_scores(
     see: Visibility,
     mask: Tensor | tuple[Tensor, Tensor] | None,
@@ -108,7 +126,6 @@ def hidden_scores(
     """
     batch, s_q, s_kv = sizes
     parts: list[Tensor] = []
-    offset = torch.full((1,), s_kv - s_q if see.bottom_right else 0, device=device)
     if see.is_padded:
         padding = _padding(mask, batch)
         if padding is None:
@@ -117,8 +134,6 @@ def hidden_scores(
             )
         q, kv = padding
         parts.append(q[:, None, :, None] | kv[:, None, None, :])
-        if see.bottom_right:
-            offset = (~kv).sum(1) - (~q).sum(1)
     elif see.kind == "arbitrary" and mask is not None:
         whole = mask[0] if isinstance(mask, (tuple, list)) else mask
         if whole.dtype != torch.bool:
@@ -128,7 +143,7 @@ def hidden_scores(
         parts.append(whole)
     left, right = see.window
     if left >= 0 or right >= 0:
-        relative = relative_positions(s_q, s_kv, offset)
+        relative = relative_positions(s_q, s_kv, diagonal_offset(see, mask, sizes, device))
         if right >= 0:
             parts.append(relative > right)
         if left >= 0:
