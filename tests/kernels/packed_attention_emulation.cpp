@@ -21,11 +21,9 @@ inline float float_of_half(u16 bits) { _Float16 y; memcpy(&y, &bits, 2); return 
 inline u32 half_pair(float low, float high) { return half_of_float(low) | (u32)half_of_float(high) << 16; }
 inline u16 bfloat_of_float(float x) { return (u16)emulation::to_bf16(x); }
 inline float half_in(u32 pair, int i) { return float_of_half((u16)(pair >> (16 * i))); }
-inline u32 subtract_pairs(u32 a, u32 b) { return half_pair(half_in(a, 0) - half_in(b, 0), half_in(a, 1) - half_in(b, 1)); }
-inline u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
-    return half_pair(half_in(a, 0) * half_in(b, 0) + half_in(c, 0), half_in(a, 1) * half_in(b, 1) + half_in(c, 1));
-}
-inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
+inline float power_of_two(float x) { return exp2f(x); }
+inline bool any_of_warp(bool x) { return __reduce_add_sync(0xffffffffu, x) > 0; }
+inline void multiply_add(float *d, const u32 *a, u32 b0, u32 b1, const float *c) {
     const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
     const auto *of = emulation::exchanged(own, 6);
     const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
@@ -35,20 +33,28 @@ inline void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
         for (int k = 0; k < 16; k++)
             sum += half_in(of[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2) *
                    half_in(of[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
-        c[i] = sum;
+        d[i] = sum;
     }
 }
-template <int N> inline void load_words(u32 *to, const void *at) {
-    if ((size_t)at % (N % 4 == 0 ? 16 : N % 2 == 0 ? 8 : 4)) abort();
-    memcpy(to, at, 4 * N);
+inline void multiply_add_16(float *d, const u32 *a, u32 b0, u32 b1) {
+    if (HALF == 1) multiply_add_of_bfloat16(d, a, b0, b1);
+    else multiply_add(d, a, b0, b1, d);
 }
+inline void load_any(u32 *to, const void *at) { if ((size_t)at % 16) abort(); memcpy(to, at, 16); }
+#define shared_bytes ((u8 *)emulation::memory.data())
+template <int BYTES> inline void copy(u32 to, const void *from, bool there) {
+    if ((size_t)from % BYTES) abort();
+    emulation::own_copies().groups.back().push_back({to, from, there, BYTES});
+}
+template <int N> inline void read_shared(u32 *to, u32 at) { memcpy(to, emulation::shared_at(at, 4 * N), 4 * N); }
+inline u16 read_shared_16(u32 at) { u16 out; memcpy(&out, emulation::shared_at(at, 2), 2); return out; }
 inline float load_fresh(const float *at) { return *at; }
 #include SOURCE
 
 static Arguments arguments;
 static void block() { packed_attention(arguments); }
 
-extern "C" void run(const Arguments *p, int splits, int heads, int sequences) {
+extern "C" void run(const Arguments *p, int splits, int heads, int sequences, int shared) {
     arguments = *p;
-    emulation::launch(block, {(unsigned)splits, (unsigned)heads, (unsigned)sequences}, THREADS, 16);
+    emulation::launch(block, {(unsigned)splits, (unsigned)heads, (unsigned)sequences}, THREADS, shared);
 }

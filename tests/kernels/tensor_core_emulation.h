@@ -17,7 +17,7 @@ inline u32 max(u32 x, u32 y) { return x > y ? x : y; }
 inline int atomicMax(int *at, int x) { const int old = *at; if (x > old) *at = x; return old; }
 
 namespace emulation {
-struct Copy { u32 to; const void *from; bool there; };
+struct Copy { u32 to; const void *from; bool there; u32 bytes = 16; };
 struct Copies { std::vector<std::vector<Copy>> groups{1}; };
 inline std::vector<Copies> copies;  // of each thread
 inline u8 *shared_at(u32 at, u32 bytes) {
@@ -25,8 +25,8 @@ inline u8 *shared_at(u32 at, u32 bytes) {
     return (u8 *)memory.data() + at;
 }
 inline void copy(const Copy &c) {
-    u8 *to = shared_at(c.to, 16);
-    if (c.there) memcpy(to, c.from, 16); else memset(to, 0, 16);
+    u8 *to = shared_at(c.to, c.bytes);
+    if (c.there) memcpy(to, c.from, c.bytes); else memset(to, 0, c.bytes);
 }
 inline Copies &own_copies() { if (copies.size() < threads.size()) copies.resize(threads.size()); return copies[threadIdx.x]; }
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
-from fewbits.formats.kv_cache import KVCache, get_kv_cache, ordered_codes, unordered_codes
+from fewbits.formats.kv_cache import KVCache, get_kv_cache
 from fewbits.kernels.generation.decode_attention import Cache, Rules, decode_attention_ref
 from fewbits.kernels.generation.packed_attention import (
     PackedAttention,
     PackedKeysValues,
     empty_cache,
+    format_codes,
+    kernel_codes,
     packed_attention,
     packed_attention_ref,
     why_not_packed,
@@ -73,12 +75,12 @@ class Problem:
     def _fill(self, which: str, whole: Tensor) -> None:
         cache, kind = self.cache, self.cache.kind
         codes, scales, newest, first = cache.stored(which)
-        side, lanes = cache.sides[which], 4 if which == "keys" else 8
+        side = cache.sides[which]
         for b in range(len(whole)):
             n, begin = int(cache.position[b]), int(cache.first[b])
             rows = slice(begin + kind.first, max(n - kind.newest, begin + kind.first))
             packed, scale = side.pack(whole[b, :, rows])
-            codes[b, :, rows], scales[b, :, rows] = ordered_codes(packed, side, lanes), scale
+            codes[b, :, rows], scales[b, :, rows] = kernel_codes(packed, side, which), scale
             ring = range(max(n - kind.newest, begin), n)
             newest[b, :, [i % (kind.newest + 1) for i in ring]] = whole[b, :, list(ring)]
             count = min(kind.first, n - begin)
@@ -92,7 +94,7 @@ class Problem:
         """Rounding of queries and weights to float16, of results to 16 bits; codes at most one apart."""
         assert float((out.float() - need.float()).norm() / need.float().norm()) < 2.0**-7
         for which in ("keys", "values"):
-            side, lanes = cache.sides[which], 4 if which == "keys" else 8
+            side = cache.sides[which]
             ours, theirs = cache.stored(which), after.stored(which)
             for mine, other in zip(ours[2:], theirs[2:], strict=True):
                 torch.testing.assert_close(mine, other, rtol=2.0**-7, atol=1e-3, equal_nan=True)
@@ -100,9 +102,7 @@ class Problem:
                 begin = int(cache.first[b]) + cache.kind.first
                 rows = slice(begin, max(int(cache.position[b]) - cache.kind.newest + 1, begin))
                 a, c = (
-                    side.unpack(
-                        unordered_codes(t[0][b, :, rows], side, lanes), t[1][b, :, rows], torch.float32
-                    )
+                    side.unpack(format_codes(t[0][b, :, rows], side, which), t[1][b, :, rows], torch.float32)
                     for t in (ours, theirs)
                 )
                 assert bool((a.isfinite() & c.isfinite()).all())
@@ -157,7 +157,7 @@ def test_a_hundred_tokens_one_by_one_are_packed_as_a_prompt_is() -> None:
     side = p.cache.sides["values"]
     codes, scales = side.pack(whole[:, :, kind.first : max(n - 16, kind.first)])
     rows = slice(kind.first, max(n - 16, kind.first))
-    assert torch.equal(p.cache.value_codes[:, :, rows], ordered_codes(codes, side, 8))
+    assert torch.equal(p.cache.value_codes[:, :, rows], kernel_codes(codes, side, "values"))
     assert torch.equal(p.cache.value_scales[:, :, rows], scales)
 
 
@@ -173,7 +173,7 @@ def test_the_source_gives_the_definition(tmp_path: Path, lengths: list[int], wha
     )
     for _ in range(2):  # a step that is run twice gives the same, and its counters are zeros again
         p.out.fill_(torch.nan)
-        library.run(ctypes.byref(call.argument), *call.grid)
+        library.run(ctypes.byref(call.argument), *call.grid, call.shared_bytes)
         p.check(p.out, p.cache, need, after)
 
 

@@ -37,458 +37,412 @@ struct Arguments {
     int kv_heads, room, rotary, window;
 };
 #include "packed_parts.cu"
+#include "cluster.cu"
+#define PITCH (D + 8)  // floats between two heads' sums: see store_sums
+#include "packed_walk.cu"
 
-#define MIN_PART 256    // tokens: fewer are not worth a block
-#define NT ((HEADS + 7) / 8)
-#define HALVES (KEY_KIND == 4 && VALUE_KIND == 4 && D <= 128 ? 2 : 1)
-#define ROWS (16 * HALVES)
-#define PRODUCTS (D / 16)
-#define KEY_BYTES (KEY_KIND == 4 ? D / 2 : D)
-#define VALUE_BYTES (VALUE_KIND == 4 ? D / 2 : D)
-#define KEY_WORDS (KEY_BYTES / 16)      // of a lane: a quarter of a head
-#define VALUE_WORDS (VALUE_BYTES / 32)  // an eighth
-#define SCALE_WORDS ((SCALES + 1) / 2)
-#define SMALLEST 1e-8f
-#define WEIGHT 4096.0f  // weights of values are at most this: float16 keeps what is 2^-26 of it
-#define LANES (D <= 32 ? 4 : D <= 64 ? 8 : D <= 128 ? 16 : 32)  // of a row in 16 bits, 8 numbers each
-#define AT_ONCE (32 / LANES)
-#define RECENT (FIRST + NEWEST + 1)
+#define MIN_PART (CLUSTER > 1 ? ROWS : 256)  // tokens: fewer are not worth a block
+#define EIGHTS ((D + 63) / 64)               // of a value's numbers in 16 bits that a lane reads
+#define EIGHTS_PAIRS ((EIGHTS + 1) / 2)
 #define SLOTS (NEWEST + 1)
 
 struct Range {
     i64 position, begin, low, packed;  // the new token; the first one; the first one in the window; the first packed one
-    int count, part, parts;            // packed tokens, of them in one block, blocks with something to do
+    i64 from;                          // this block's first packed token
+    int count, clusters;               // its packed tokens; clusters with something to do
 };
 
-static __device__ __forceinline__ Range range_of(const Arguments &p, int b, int splits) {
+// Blocks share packed tokens evenly, but the first one, which has the tokens in 16 bits, gets RECENT_WORTH fewer.
+static __device__ __forceinline__ Range range_of(const Arguments &p, int b) {
     Range r;
     r.position = p.position[b], r.begin = p.first[b], r.low = r.begin;
     if (p.window && r.position + 1 - p.window > r.low) r.low = r.position + 1 - p.window;
     r.packed = r.begin + FIRST > r.low ? r.begin + FIRST : r.low;
     const i64 end = r.position - NEWEST;
-    r.count = end > r.packed ? (int)(end - r.packed) : 0;
-    r.part = (r.count + splits - 2) / (splits - 1);
-    if (r.part < MIN_PART) r.part = MIN_PART;
-    r.parts = 1 + (r.count + r.part - 1) / r.part;
+    const int count = end > r.packed ? (int)(end - r.packed) : 0;
+    const int blocks = CLUSTER > 1 && count <= FEW ? CLUSTER : (int)gridDim.x;
+    int part = (count + RECENT_WORTH + blocks - 1) / blocks, in_first = part - RECENT_WORTH;
+    if (in_first < 0) in_first = 0, part = blocks > 1 ? (count + blocks - 2) / (blocks - 1) : 0;
+    if (part < MIN_PART) part = MIN_PART;
+    if (blocks == 1) in_first = count;
+    const int used = 1 + (count - in_first + part - 1) / part, block = (int)blockIdx.x;
+    r.clusters = (used + CLUSTER - 1) / CLUSTER;
+    const int before = block ? in_first + (block - 1) * part : 0, own = block ? part : in_first;
+    r.from = r.packed + before;
+    r.count = count - before < own ? count - before : own;
+    if (r.count < 0) r.count = 0;
     return r;
 }
 
 struct Shared {
-    float (*q)[D], (*scratch)[D], (*sums)[HEADS][D], (*most)[HEADS], (*total)[HEADS];
+    float (*q)[D], (*scratch)[D], (*recent)[D], (*sums)[HEADS][PITCH], (*most)[HEADS], (*total)[HEADS];
+    u32 (*words)[4][QUERY_PITCH];
+    u16 (*fresh)[D];  // the new key and value
 };
 
-// The tokens in 16 bits: their scores lie where the sums will.
-static __device__ __forceinline__ void attend_recent(const Arguments &p, const Range &r, const Shared &s, int b, int head) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / LANES, column = lane % LANES * 8;
-    const i64 of_head = (i64)b * p.kv_heads + head;
-    const u16 *keys = p.newest_keys + of_head * SLOTS * D, *values = p.newest_values + of_head * SLOTS * D;
-    const u16 *first_keys = p.first_keys + of_head * FIRST * D, *first_values = p.first_values + of_head * FIRST * D;
-    const int skipped = r.low - r.begin < FIRST ? (int)(r.low - r.begin) : FIRST;
-    const int firsts = (r.position - r.begin < FIRST ? (int)(r.position - r.begin) : FIRST) - skipped;
-    i64 from = r.position - NEWEST > r.packed ? r.position - NEWEST : r.packed;
-    const int in_ring = r.position > from ? (int)(r.position - from) : 0, earlier = firsts > 0 ? firsts : 0;
-    const int count = earlier + in_ring + 1;
-    const float *new_key = s.scratch[WARPS - 1], *new_value = s.scratch[WARPS - 2];
-    float (*scores)[RECENT] = (float (*)[RECENT])s.sums;
-    for (int n = warp * AT_ONCE; n < count; n += WARPS * AT_ONCE) {
-        const int at = n + row;
-        const bool there = at < count - 1 && column < D;
-        const u16 *key = at < earlier ? first_keys + (skipped + at) * D : keys + (from + at - earlier) % SLOTS * D;
-        Eight k = there ? load_eight(key + column) : Eight{};
-        if (at == count - 1 && column < D)
-            for (int e = 0; e < 8; e++) k.x[e] = new_key[column + e];
-#pragma unroll
-        for (int g = 0; g < HEADS; g++) {
-            float score = 0.0f;
-#pragma unroll
-            for (int e = 0; e < 8; e++) score += (column < D ? s.q[g][column + e] : 0.0f) * k.x[e];
-#pragma unroll
-            for (int d = LANES / 2; d; d /= 2) score += __shfl_xor_sync(0xffffffffu, score, d);
-            if (lane % LANES == 0 && at < count) scores[g][at] = score_of(p, score);
-        }
-    }
-    __syncthreads();
-    for (int g = warp; g < HEADS; g += WARPS) {
-        float most = LOWEST, total = 0.0f;
-        for (int n = lane; n < count; n += 32) most = fmaxf(most, scores[g][n]);
-        most = largest_of_warp(most);
-        for (int n = lane; n < count; n += 32) total += scores[g][n] = exp2f(scores[g][n] - most);
-        total = sum_of_warp(total);
-        if (lane < WARPS) s.most[lane][g] = most, s.total[lane][g] = lane ? 0.0f : total;
-    }
-    __syncthreads();
-    float sum[HEADS][8] = {};
-    for (int n = warp * AT_ONCE; n < count; n += WARPS * AT_ONCE) {
-        const int at = n + row;
-        const bool there = at < count - 1 && column < D;
-        const u16 *value = at < earlier ? first_values + (skipped + at) * D : values + (from + at - earlier) % SLOTS * D;
-        Eight v = there ? load_eight(value + column) : Eight{};
-        if (at == count - 1 && column < D)
-            for (int e = 0; e < 8; e++) v.x[e] = new_value[column + e];
-#pragma unroll
-        for (int g = 0; g < HEADS; g++) {
-            const float weight = at < count ? scores[g][at] : 0.0f;
-#pragma unroll
-            for (int e = 0; e < 8; e++) sum[g][e] += weight * v.x[e];
-        }
-    }
-    __syncthreads();  // all scores have been read: their place is free
-#pragma unroll
-    for (int g = 0; g < HEADS; g++)
-#pragma unroll
-        for (int e = 0; e < 8; e++) {
-#pragma unroll
-            for (int d = LANES; d < 32; d *= 2) sum[g][e] += __shfl_xor_sync(0xffffffffu, sum[g][e], d);
-            if (row == 0 && column < D) s.sums[warp][g][column + e] = sum[g][e];
-        }
-}
-
-// The oldest token of the ring is packed, the new one takes its own place.
-static __device__ __forceinline__ void append(const Arguments &p, const Range &r, const Shared &s, int b, int head) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp > 1) return;
-    const i64 of_head = (i64)b * p.kv_heads + head, leaves = r.position - NEWEST, place = of_head * p.room + leaves;
-    const float *fresh = s.scratch[warp ? WARPS - 2 : WARPS - 1];
-    u16 *ring = (warp ? p.newest_values : p.newest_keys) + of_head * SLOTS * D;
-    if (leaves >= r.begin + FIRST) {
-        const u16 *oldest = ring + leaves % SLOTS * D;
-        if (warp == 0)
-            pack_head<KEY_KIND, KEY_TURN, 4>(oldest, s.scratch[0], p.key_codes + place * KEY_BYTES,
-                                             p.key_scales + place * SCALES);
-        else
-            pack_head<VALUE_KIND, VALUE_TURN, 8>(oldest, s.scratch[1], p.value_codes + place * VALUE_BYTES,
-                                                 p.value_scales + place * SCALES);
-    }
-    const i64 since = r.position - r.begin;
-    u16 *first = (warp ? p.first_values : p.first_keys) + (of_head * FIRST + since) * D;
-    for (int d = lane; d < D; d += 32) {
-        ring[r.position % SLOTS * D + d] = to_16(fresh[d]);
-        if (since < FIRST) first[d] = to_16(fresh[d]);
-    }
-}
-
-// What a warp keeps of a tile: a quarter of the keys of two tokens a half, an eighth of the values of four.
-struct Tile {
-    u32 key[HALVES][2][KEY_WORDS], value[HALVES][4][VALUE_WORDS];
-    u32 key_scale[HALVES][2][SCALE_WORDS], value_scale[HALVES][2][SCALE_WORDS];
-};
-
-struct Rows {
-    const u8 *key, *value;
-    const u16 *key_scale, *value_scale;
-};
-
-static __device__ __forceinline__ void load_scales(u32 *to, const u16 *at, bool there) {
-#pragma unroll
-    for (int w = 0; w < SCALE_WORDS; w++) to[w] = 0;
-    if (!there) return;
-    if constexpr (SCALES % 2) {
-#pragma unroll
-        for (int j = 0; j < SCALES; j++) to[j / 2] |= (u32)at[j] << (16 * (j % 2));
-    } else {
-        load_words<SCALE_WORDS>(to, at);
-    }
-}
-static __device__ __forceinline__ float scale_in(const u32 *words, int j) {
-    return float_of_half((u16)(words[j / 2] >> (16 * (j % 2))));
-}
-
-static __device__ __forceinline__ void load_keys(Tile &t, const Rows &rows, i64 tile, i64 to) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const i64 token = tile + half * 16 + i * 8 + g;
-            const bool there = token < to;
-#pragma unroll
-            for (int w = 0; w < KEY_WORDS; w++) t.key[half][i][w] = 0;
-            if (there) load_words<KEY_WORDS>(t.key[half][i], rows.key + token * KEY_BYTES + c * (KEY_BYTES / 4));
-            load_scales(t.key_scale[half][i], rows.key_scale + token * SCALES, there);
-        }
-}
-
-static __device__ __forceinline__ void load_values(Tile &t, const Rows &rows, i64 tile, i64 to) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const i64 token = tile + half * 16 + i / 2 * 8 + 2 * c + i % 2;
-#pragma unroll
-            for (int w = 0; w < VALUE_WORDS; w++) t.value[half][i][w] = 0;
-            if (token < to) load_words<VALUE_WORDS>(t.value[half][i], rows.value + token * VALUE_BYTES + g * (VALUE_BYTES / 8));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const i64 token = tile + half * 16 + i * 8 + g;
-            load_scales(t.value_scale[half][i], rows.value_scale + token * SCALES, token < to);
-        }
-    }
-}
-
-// Sums of a warp: queries 2 c and 2 c + 1 of each eight; numbers 2 q and 2 q + 1 of lane g's eighth of a head.
-struct Sums {
-    float of[NT][PRODUCTS][4], most[NT][2], total[NT][2], largest;
-};
-
-static __device__ __forceinline__ void scores_of(float (&score)[NT][HALVES][4], const Arguments &p, const Tile &t,
-                                                 const u32 (&query)[NT][PRODUCTS][2], const float (&factor)[NT][2],
-                                                 i64 left) {
-    const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) {
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) score[n][half][e] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < SCALES; j++) {
-            float product[NT][4] = {};
-#pragma unroll
-            for (int m = 0; m < PRODUCTS / SCALES; m++) {
-                const int k = j * (PRODUCTS / SCALES) + m;
-                u32 a[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = key_pair<KEY_KIND>(t.key[half][i % 2], 2 * k + i / 2);
-#pragma unroll
-                for (int n = 0; n < NT; n++) multiply_add(product[n], a, query[n][k][0], query[n][k][1]);
-            }
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) score[n][half][e] += product[n][e] * scale_in(t.key_scale[half][e / 2], j);
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                score[n][half][e] = half * 16 + e / 2 * 8 + g < left ? score_of(p, score[n][half][e] * factor[n][e % 2]) : LOWEST;
-    }
-}
-
-// Scores become weights, and what was summed before is rescaled; so that float16 holds weights times scales of values,
-// these are divided by the largest scale so far.
-static __device__ __forceinline__ void rescale(Sums &s, float (&score)[NT][HALVES][4], const Tile &t) {
-    float largest = s.largest;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int i = 0; i < 2 * SCALES; i++) largest = fmaxf(largest, scale_in(t.value_scale[half][i / SCALES], i % SCALES));
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, d));
-    const float shrink = s.largest / largest;
-    s.largest = largest;
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            float most = s.most[n][e];
-#pragma unroll
-            for (int half = 0; half < HALVES; half++) most = fmaxf(most, fmaxf(score[n][half][e], score[n][half][e + 2]));
-#pragma unroll
-            for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
-            const float before = exp2f(s.most[n][e] - most);
-            s.most[n][e] = most;
-            s.total[n][e] *= before;
-#pragma unroll
-            for (int half = 0; half < HALVES; half++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) s.total[n][e] += score[n][half][e + 2 * i] = exp2f(score[n][half][e + 2 * i] - most);
-#pragma unroll
-            for (int q = 0; q < PRODUCTS; q++) s.of[n][q][e] *= before * shrink, s.of[n][q][e + 2] *= before * shrink;
-        }
-}
-
-static __device__ __forceinline__ void add_values(Sums &s, const float (&weight)[NT][HALVES][4], const Tile &t) {
-    const float factor = WEIGHT / s.largest;
-#pragma unroll
-    for (int half = 0; half < HALVES; half++)
-#pragma unroll
-        for (int j = 0; j < SCALES; j++) {
-            const float low = scale_in(t.value_scale[half][0], j) * factor, high = scale_in(t.value_scale[half][1], j) * factor;
-            u32 b[NT][2];
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                b[n][0] = turned(half_pair(weight[n][half][0] * low, weight[n][half][1] * low));
-                b[n][1] = turned(half_pair(weight[n][half][2] * high, weight[n][half][3] * high));
-            }
-#pragma unroll
-            for (int i = 0; i < PRODUCTS / SCALES; i++) {
-                const int q = j * (PRODUCTS / SCALES) + i;
-                u32 a[4];
-                value_pairs<VALUE_KIND>(a[0], a[1], t.value[half][0], t.value[half][1], q);
-                value_pairs<VALUE_KIND>(a[2], a[3], t.value[half][2], t.value[half][3], q);
-#pragma unroll
-                for (int n = 0; n < NT; n++) multiply_add(s.of[n][q], a, b[n][0], b[n][1]);
-            }
-        }
-}
-
-// The query as the tensor cores' second operand, divided by its largest number; what its scores are multiplied by.
-static __device__ __forceinline__ void load_query(u32 (&query)[NT][PRODUCTS][2], float (&factor)[NT][2], const Shared &s) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, size = D / SCALES;
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-        const int own = n * 8 + g;
-        const float inverse = own < HEADS && s.most[0][own] > 0.0f ? 1.0f / s.most[0][own] : 0.0f;
-#pragma unroll
-        for (int k = 0; k < PRODUCTS; k++)
-#pragma unroll
-            for (int slot = 0; slot < 2; slot++) {
-                float x[2];
-#pragma unroll
-                for (int second = 0; second < 2; second++) {
-                    const int place = place_in_key<KEY_KIND>(2 * k + slot, second);
-                    const int d = place / (size / 4) * size + c * (size / 4) + place % (size / 4);
-                    x[second] = own < HEADS ? s.q[own < HEADS ? own : 0][d] * inverse : 0.0f;
-                }
-                query[n][k][slot] = half_pair(x[0], x[1]);
-            }
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int of = n * 8 + 2 * c + e;
-            factor[n][e] = of < HEADS ? s.most[0][of] * (KEY_KIND == FP8 ? 256.0f : 1.0f) : 0.0f;
-        }
-    }
-}
-
-static __device__ __forceinline__ void store_sums(const Sums &sums, const Shared &s) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, size = D / SCALES;
-    const float factor = sums.largest / WEIGHT * (VALUE_KIND == FP8 ? 256.0f : 1.0f);
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int of = n * 8 + 2 * c + e;
-            float total = sums.total[n][e];
-#pragma unroll
-            for (int d = 4; d < 32; d *= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
-            if (of >= HEADS) continue;
-            if (g == 0) s.most[warp][of] = sums.most[n][e], s.total[warp][of] = total;
-#pragma unroll
-            for (int q = 0; q < PRODUCTS; q++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int place = 2 * q + i, d = place / (size / 8) * size + g * (size / 8) + place % (size / 8);
-                    s.sums[warp][of][d] = sums.of[n][q][e + 2 * i] * factor;
-                }
-        }
-}
-
-// A part of the packed tokens.
-static __device__ __forceinline__ void attend_packed(const Arguments &p, const Range &r, const Shared &s, int b, int head) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.kv_heads * HEADS;
-    const i64 row = ((i64)b * p.kv_heads + head) * p.room;
-    const Rows rows = {p.key_codes + row * KEY_BYTES, p.value_codes + row * VALUE_BYTES, p.key_scales + row * SCALES,
-                       p.value_scales + row * SCALES};
-    const i64 from = r.packed + (i64)(blockIdx.x - 1) * r.part, end = r.packed + r.count;
-    const i64 to = from + r.part < end ? from + r.part : end;
-    Tile t;
-    i64 tile = from + warp * ROWS;
-    load_keys(t, rows, tile, to);  // earlier steps wrote them: they can be asked for before this step's queries are there
-    const Angles angles = angles_at(p, r.position - r.begin);
-    wait_for_the_kernel_before();
-    const float *mine = p.qkv + b * p.qkv_pitch;
-    for (int g = warp; g < HEADS; g += WARPS) {
-        turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, angles, p.scale, s.scratch[warp], s.q[g]);
-        spread<KEY_TURN>(s.q[g]);
-        float largest = 0.0f;
-        for (int d = lane; d < D; d += 32) largest = fmaxf(largest, fabsf(s.q[g][d]));
-        largest = largest_of_warp(largest);
-        if (lane == 0) s.most[0][g] = largest;
-    }
-    __syncthreads();
-    u32 query[NT][PRODUCTS][2];
-    float factor[NT][2];
-    load_query(query, factor, s);
-    __syncthreads();  // the queries' largest numbers have been read: their place is the maxima's
-    Sums sums = {};
-    sums.largest = SMALLEST;
-#pragma unroll
-    for (int n = 0; n < NT; n++) sums.most[n][0] = sums.most[n][1] = LOWEST;
-    for (; tile < to; tile += WARPS * ROWS) {
-        float score[NT][HALVES][4];
-        load_values(t, rows, tile, to);
-        scores_of(score, p, t, query, factor, to - tile);
-        load_keys(t, rows, tile + WARPS * ROWS, to);
-        rescale(sums, score, t);
-        add_values(sums, score, t);
-    }
-    store_sums(sums, s);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 && NT == 1 ? 2 : 1)
-    packed_attention(const __grid_constant__ Arguments p) {
-    __shared__ __align__(16) float q[HEADS][D], scratch[WARPS][D], sums[WARPS][HEADS][D];
-    __shared__ float most[WARPS][HEADS], total[WARPS][HEADS];
-    __shared__ u32 last;
-    const Shared s = {q, scratch, sums, most, total};
-    const int b = blockIdx.z, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Range r = range_of(p, b, gridDim.x);
-    if ((int)blockIdx.x >= r.parts) return;
-    if (blockIdx.x == 0) {
-        const Angles angles = angles_at(p, r.position - r.begin);
-        wait_for_the_kernel_before();
-        const float *mine = p.qkv + b * p.qkv_pitch;
-        const int heads = p.kv_heads * HEADS;
-        for (int g = warp; g < HEADS; g += WARPS)
-            turn_head(p, mine + (i64)(head * HEADS + g) * D, p.q_norm, angles, p.scale, scratch[warp], q[g]);
-        __syncthreads();
-        if (warp == WARPS - 1)
-            turn_head(p, mine + (i64)(heads + head) * D, p.k_norm, angles, 1.0f, scratch[0], scratch[WARPS - 1]);
-        if (warp == WARPS - 2)
-            for (int d = lane; d < D; d += 32)
-                scratch[WARPS - 2][d] = from_16(to_16(mine[(i64)(heads + p.kv_heads + head) * D + d]));
-        __syncthreads();
-        attend_recent(p, r, s, b, head);
-        append(p, r, s, b, head);
-    } else {
-        attend_packed(p, r, s, b, head);
-    }
-    __syncthreads();
-    if (threadIdx.x < HEADS) {  // the warps' sums have maxima of their own
+// The sums of a block's warps over one largest score, ``in_order`` or as store_sums leaves them; largest and total to ``row``.
+static __device__ __forceinline__ void combine(const Shared &s, float (*to)[D], bool in_order, int row) {
+    if (threadIdx.x < HEADS) {
         const int g = threadIdx.x;
         float largest = LOWEST, sum = 0.0f;
-        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, most[w][g]);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, s.most[w][g]);
+#pragma unroll
         for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2f(most[w][g] - largest);
-            sum += weight * total[w][g];
-            most[w][g] = weight;
+            const float weight = s.most[w][g] == LOWEST ? 0.0f : power_of_two(s.most[w][g] - largest);
+            sum += weight * s.total[w][g];
+            s.most[w][g] = weight;
         }
-        total[0][g] = sum, total[1][g] = largest;
+        s.most[row][g] = largest, s.total[row][g] = sum;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < HEADS * D; i += THREADS) {
+        const int g = i / D, place = i % D;
         float x = 0.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) x += most[w][i / D] * sums[w][i / D][i % D];
-        q[i / D][i % D] = x;
+        for (int w = 0; w < WARPS; w++) x += s.most[w][g] * s.sums[w][g][place];
+        to[g][in_order ? place : value_at(place)] = x;
     }
     __syncthreads();
-    if (blockIdx.x > 0)
-        for (int g = warp; g < HEADS; g += WARPS) spread<VALUE_TURN>(q[g]);
+}
+
+// The tokens in 16 bits: the first ones, those of the ring, the new one, which lies in shared memory.
+struct Recent {
+    const u16 *keys, *values, *first_keys, *first_values;
+    i64 from;
+    int skipped, earlier, count;
+};
+static __device__ __forceinline__ Recent recent_of(const Arguments &p, const Range &r, i64 of_head) {
+    Recent x = {p.newest_keys + of_head * SLOTS * D, p.newest_values + of_head * SLOTS * D,
+                p.first_keys + of_head * FIRST * D, p.first_values + of_head * FIRST * D};
+    x.skipped = r.low - r.begin < FIRST ? (int)(r.low - r.begin) : FIRST;
+    const int firsts = (r.position - r.begin < FIRST ? (int)(r.position - r.begin) : FIRST) - x.skipped;
+    x.from = r.position - NEWEST > r.packed ? r.position - NEWEST : r.packed;
+    x.earlier = firsts > 0 ? firsts : 0;
+    x.count = x.earlier + (r.position > x.from ? (int)(r.position - x.from) : 0) + 1;
+    return x;
+}
+static __device__ __forceinline__ const u16 *row_in(const u16 *ring, const u16 *first, const Recent &x, int at) {
+    return at < x.earlier ? first + (x.skipped + at) * D : ring + (u32)(x.from + at - x.earlier) % SLOTS * D;
+}
+
+// A tile of 16 of them in 16 bits: a lane's eights of keys g and g + 8, and of values 2 c, 2 c + 1, 2 c + 8 and 2 c + 9.
+struct Plain {
+    u32 key[2][D / 32][4], value[4][EIGHTS][4];
+};
+// All rows, or only the new token's, which is in shared memory.
+template <bool NEW> static __device__ __forceinline__ void load_plain(Plain &t, const Recent &x, int tile, const u16 (*fresh)[D]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int at = tile * 16 + i * 8 + g;
+        if (NEW ? at != x.count - 1 : at >= x.count - 1) continue;
+        const u16 *from = NEW ? fresh[0] : row_in(x.keys, x.first_keys, x, at);
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) load_any(t.key[i][j], from + j * 32 + c * 8);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int at = tile * 16 + i / 2 * 8 + 2 * c + i % 2;
+        if (NEW ? at != x.count - 1 : at >= x.count - 1) continue;
+        const u16 *from = NEW ? fresh[1] : row_in(x.values, x.first_values, x, at);
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++)
+            if (j * 64 + g * 8 < D) load_any(t.value[i][j], from + j * 64 + g * 8);
+    }
+}
+
+// By tensor cores, a tile a warp: as packed_walk.cu's walk, but for weights in two numbers of 16 bits, whose sum holds 16 bits
+// and more. ``t`` has the warp's first tile without the new token.
+static __device__ __forceinline__ void attend_recent(const Arguments &p, const Recent &x, const Shared &s, Plain &t) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    u32 query[NT][D / 16][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int k = 0; k < D / 16; k += 2) {
+            const uint4 y = n * 8 + g < HEADS ? *(const uint4 *)&s.words[n * 8 + g][c][2 * k] : uint4{0, 0, 0, 0};
+            query[n][k][0] = y.x, query[n][k][1] = y.y, query[n][k + 1][0] = y.z, query[n][k + 1][1] = y.w;
+        }
+    float sum[NT][EIGHTS_PAIRS][8][4] = {}, most[NT][2], total[NT][2];
+#pragma unroll
+    for (int n = 0; n < NT; n++) most[n][0] = most[n][1] = LOWEST, total[n][0] = total[n][1] = 0.0f;
+#pragma unroll 1
+    for (int tile = warp; tile * 16 < x.count; tile += WARPS) {
+        if (tile > warp) t = {}, load_plain<false>(t, x, tile, s.fresh);
+        if (tile * 16 + 16 >= x.count) load_plain<true>(t, x, tile, s.fresh);
+        u32 weights[NT][2][2];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            float score[4] = {};
+#pragma unroll
+            for (int k = 0; k < D / 16; k++) {
+                const u32 (*key)[D / 32][4] = t.key;
+                const int j = k / 2, w = k % 2 * 2;
+                const u32 a[4] = {key[0][j][w], key[1][j][w], key[0][j][w + 1], key[1][j][w + 1]};
+                multiply_add_16(score, a, query[n][k][0], query[n][k][1]);
+            }
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                score[e] = tile * 16 + e / 2 * 8 + g < x.count ? score_of(p, score[e] * p.scale) : LOWEST;
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                float largest = fmaxf(score[e], score[e + 2]);
+#pragma unroll
+                for (int d = 4; d < 32; d *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, d));
+                largest = fmaxf(most[n][e], largest);
+                const float before = power_of_two(most[n][e] - largest);
+                most[n][e] = largest;
+                score[e] = power_of_two(score[e] - largest), score[e + 2] = power_of_two(score[e + 2] - largest);
+                total[n][e] = total[n][e] * before + score[e] + score[e + 2];
+#pragma unroll
+                for (int i = 0; i < EIGHTS_PAIRS * 8; i++) (&sum[n][0][0][0])[4 * i + e] *= before, (&sum[n][0][0][0])[4 * i + e + 2] *= before;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 low = to_16(score[2 * i]), high = to_16(score[2 * i + 1]);
+                const float rest[2] = {score[2 * i] - from_16(low), score[2 * i + 1] - from_16(high)};
+                weights[n][0][i] = turned(low | high << 16);
+                weights[n][1][i] = turned((u32)to_16(rest[0]) | (u32)to_16(rest[1]) << 16);
+            }
+        }
+#pragma unroll
+        for (int pair = 0; pair < EIGHTS_PAIRS; pair++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                u32 a[4] = {};
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int eight = pair * 2 + half;
+                    if (eight >= EIGHTS) continue;
+                    const bool there = eight * 64 + g * 8 < D;  // values of rows that nobody has are not numbers
+                    a[half] = there ? __byte_perm(t.value[0][eight][j / 2], t.value[1][eight][j / 2], j % 2 ? 0x7632 : 0x5410) : 0;
+                    a[2 + half] = there ? __byte_perm(t.value[2][eight][j / 2], t.value[3][eight][j / 2], j % 2 ? 0x7632 : 0x5410) : 0;
+                }
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    multiply_add_16(sum[n][pair][j], a, weights[n][0][0], weights[n][0][1]);
+                    multiply_add_16(sum[n][pair][j], a, weights[n][1][0], weights[n][1][1]);
+                }
+            }
+    }
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int of = n * 8 + 2 * c + e;
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) total[n][e] += __shfl_xor_sync(0xffffffffu, total[n][e], d);
+            if (of >= HEADS) continue;
+            if (g == 0) s.most[warp][of] = most[n][e], s.total[warp][of] = total[n][e];
+#pragma unroll
+            for (int i = 0; i < EIGHTS_PAIRS * 16; i++) {
+                const int d = i / 8 * 64 + g * 8 + i % 8;
+                if (d < D) s.sums[warp][of][d] = sum[n][i / 16][i % 8][e + i / 8 % 2 * 2];
+            }
+        }
     __syncthreads();
-    float *parts = p.parts + ((i64)b * p.kv_heads + head) * gridDim.x * HEADS * PARTIAL;
-    float *part = parts + (i64)blockIdx.x * HEADS * PARTIAL;
+    combine(s, s.recent, true, WARPS);
+}
+
+// The oldest token of the ring is packed, by a warp for keys and one for values, which have no query to turn where there are
+// few. Where blocks come in clusters it is the second one's work: the first has more than the others.
+#define PACKING_BLOCK (CLUSTER > 1 ? 1 : 0)
+#define PACKING_WARP (CLUSTER > 1 ? WARPS - 1 : WARPS - 3)  // for values; the one before it for keys
+struct Oldest {
+    u16 x[D / 32];
+    i64 place;  // negative: nothing is packed by this warp
+};
+static __device__ __forceinline__ Oldest load_oldest(const Arguments &p, const Range &r, i64 of_head) {
+    const int warp = threadIdx.x / 32;
+    const i64 leaves = r.position - NEWEST;
+    const bool packs = blockIdx.x == PACKING_BLOCK && (warp == PACKING_WARP || warp == PACKING_WARP - 1) && leaves >= r.begin + FIRST;
+    Oldest oldest;
+    oldest.place = packs ? of_head * p.room + leaves : -1;
+    if (!packs) return oldest;
+    const u16 *from = (warp == PACKING_WARP ? p.newest_values : p.newest_keys) + (of_head * SLOTS + (u32)leaves % SLOTS) * D + threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) oldest.x[j] = from[j * 32];
+    return oldest;
+}
+static __device__ __forceinline__ void pack_oldest(const Arguments &p, const Oldest &oldest, const Shared &s) {
+    const int warp = threadIdx.x / 32;
+    const i64 place = oldest.place;
+    if (place < 0) return;
+    if (warp == PACKING_WARP)
+        pack_head<VALUE_KIND, VALUE_TURN, 8>(oldest.x, s.scratch[warp], p.value_codes + place * VALUE_BYTES, p.value_scales + place * SCALES);
+    else
+        pack_head<KEY_KIND, KEY_TURN, 4>(oldest.x, s.scratch[warp], p.key_codes + place * KEY_BYTES, p.key_scales + place * SCALES);
+}
+// The new token takes a place of its own.
+static __device__ __forceinline__ void keep_new(const Arguments &p, const Range &r, const Shared &s, i64 of_head) {
+    const int warp = threadIdx.x / 32;
+    if (warp > 1) return;
+    const i64 since = r.position - r.begin;
+    u16 *ring = (warp ? p.newest_values : p.newest_keys) + (of_head * SLOTS + (u32)r.position % SLOTS) * D;
+    u16 *first = (warp ? p.first_values : p.first_keys) + (of_head * FIRST + since) * D;
+    for (int d = threadIdx.x % 32; d < D; d += 32) {
+        ring[d] = s.fresh[warp][d];
+        if (since < FIRST) first[d] = s.fresh[warp][d];
+    }
+}
+
+// What a warp turns, as it comes: queries, and in the first block the new key or value. Where no kernel in front is still running they
+// are asked for before the first tiles, behind which they would have to wait.
+struct Raw {
+    float x[(HEADS + WARPS - 1) / WARPS][D / 32], fresh[D / 32];
+};
+static __device__ __forceinline__ void load_raw(Raw &raw, const Arguments &p, int b, int head) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = p.kv_heads * HEADS;
+    const float *mine = p.qkv + b * p.qkv_pitch + lane;
+#pragma unroll
+    for (int i = 0; i < (HEADS + WARPS - 1) / WARPS; i++)
+#pragma unroll
+        for (int j = 0; j < D / 32; j++)
+            if (i * WARPS + warp < HEADS) raw.x[i][j] = mine[(i64)(head * HEADS + i * WARPS + warp) * D + j * 32];
+    if (blockIdx.x > 0 || warp < WARPS - 2) return;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) raw.fresh[j] = mine[(i64)(heads + (warp == WARPS - 1 ? 0 : p.kv_heads) + head) * D + j * 32];
+}
+
+// What this step brings, in shared memory: the queries, and in the first block the new key and value.
+static __device__ __forceinline__ void turn_heads(const Arguments &p, const Shared &s, const Raw &raw, const Angles &angles) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = 0; i < (HEADS + WARPS - 1) / WARPS + 1; i++) {
+        const bool is_key = i == (HEADS + WARPS - 1) / WARPS;  // last: its code is the queries'
+        const int g = i * WARPS + warp;
+        if (is_key ? blockIdx.x > 0 || warp < WARPS - 1 : g >= HEADS) continue;
+        float *to = is_key ? s.sums[warp][0] : s.q[g];
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) {
+            float x = raw.fresh[j];
+#pragma unroll
+            for (int k = 0; k < (HEADS + WARPS - 1) / WARPS; k++) x = i == k ? raw.x[k][j] : x;
+            to[j * 32 + lane] = x;
+        }
+        turn_head(p, to, is_key ? p.k_norm : p.q_norm, angles, 1.0f, s.scratch[warp], to);
+        if (is_key)
+            for (int d = lane; d < D; d += 32) s.fresh[0][d] = to_16(to[d]);
+    }
+    if (blockIdx.x > 0) return;
+    if (warp == WARPS - 2)
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) s.fresh[1][j * 32 + lane] = to_16(raw.fresh[j]);
+    for (int g = warp; g < HEADS; g += WARPS) order_plain(s.q[g], s.words[g]);
+}
+
+// What the block has: its packed tokens' sums, turned back, and those in 16 bits, over one largest score: to ``q``; largest and
+// total to rows WARPS + 1.
+static __device__ __forceinline__ void join(const Shared &s) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    combine(s, s.q, false, WARPS + 1);
+    for (int g = warp; g < HEADS; g += WARPS) {
+        spread<VALUE_TURN>(s.q[g]);
+        if (blockIdx.x > 0) continue;
+        const float packed = s.most[WARPS + 1][g], recent = s.most[WARPS][g], largest = fmaxf(packed, recent);
+        const float of_packed = power_of_two(packed - largest), of_recent = power_of_two(recent - largest);
+        for (int d = lane; d < D; d += 32) s.q[g][d] = of_packed * s.q[g][d] + of_recent * s.recent[g][d];
+        __syncwarp();
+        if (lane == 0) s.most[WARPS + 1][g] = largest, s.total[WARPS + 1][g] = of_packed * s.total[WARPS + 1][g] + of_recent * s.total[WARPS][g];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, D <= 128 && NT == 1 ? BLOCKS : 1)
+    packed_attention(const __grid_constant__ Arguments p) {
+    __shared__ __align__(16) float q[HEADS][D], scratch[WARPS][D], recent[HEADS][D];
+    __shared__ __align__(16) u32 words[HEADS][4][QUERY_PITCH];
+    __shared__ float most[WARPS + 2][HEADS], total[WARPS + 2][HEADS], largest[HEADS];
+    __shared__ __align__(16) u16 fresh[2][D];
+    __shared__ u32 last;
+    float (*sums)[HEADS][PITCH] = (float (*)[HEADS][PITCH])shared_bytes;  // where tiles were
+    const Shared s = {q, scratch, recent, sums, most, total, words, fresh};
+    const int b = blockIdx.z, head = blockIdx.y, warp = threadIdx.x / 32;
+    const i64 of_head = (i64)b * p.kv_heads + head;
+    const Range r = range_of(p, b);
+    if ((int)blockIdx.x >= r.clusters * CLUSTER) return;
+    // Earlier steps wrote it, so it can be asked for before this step's queries are there: the first tile, or what is in 16 bits.
+    const u32 token = (u32)(of_head * p.room + r.from) + warp * ROWS;
+    const int left = r.count - warp * ROWS;
+    const Recent x = recent_of(p, r, of_head);
+    const u32 memory = (u32)__cvta_generic_to_shared(shared_bytes) + warp * STAGES * STAGE_SIZE;
+    const Angles angles = angles_at(p, r.position - r.begin);
+    const Oldest oldest = load_oldest(p, r, of_head);
+    Raw raw;
+    if (!EARLY) load_raw(raw, p, b, head);
+    Plain plain = {};
+    if (blockIdx.x == 0)
+        load_plain<false>(plain, x, warp, fresh);
+    else
+        begin_walk(memory, p, token, left);
+    pack_oldest(p, oldest, s);
+    wait_for_the_kernel_before();
+    if (EARLY) load_raw(raw, p, b, head);
+    turn_heads(p, s, raw, angles);
+    if (blockIdx.x == 0) {
+        __syncthreads();
+        keep_new(p, r, s, of_head);
+        attend_recent(p, x, s, plain);
+        begin_walk(memory, p, token, left);
+    }
+    if (r.count > 0) {
+        for (int g = warp; g < HEADS; g += WARPS) {
+            spread<KEY_TURN>(q[g]);
+            order_query(q[g], words[g], &largest[g]);
+        }
+        __syncthreads();
+        Query query;
+        load_query(query, p, words, largest);
+        Sums walked;
+        walk(walked, memory, p, token, left, query);
+        __syncthreads();  // all tiles have been read
+        store_sums(walked, sums[warp], most[warp], total[warp]);
+        __syncthreads();
+        join(s);
+    } else {
+        const bool has_recent = blockIdx.x == 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < HEADS * D; i += THREADS) q[i / D][i % D] = has_recent ? recent[i / D][i % D] : 0.0f;
+        if (threadIdx.x < HEADS) {
+            most[WARPS + 1][threadIdx.x] = has_recent ? most[WARPS][threadIdx.x] : LOWEST;
+            total[WARPS + 1][threadIdx.x] = has_recent ? total[WARPS][threadIdx.x] : 0.0f;
+        }
+    }
+    // The cluster's sums: each block adds its share of the outputs.
+    meet_cluster();
+    float *parts = p.parts + of_head * (gridDim.x / CLUSTER) * HEADS * PARTIAL, *part = parts + (i64)(blockIdx.x / CLUSTER) * HEADS * PARTIAL;
     u16 *out = p.out + b * p.out_pitch + (i64)head * HEADS * D;
-    for (int i = threadIdx.x; i < HEADS * D; i += THREADS) {
-        if (r.parts == 1)
-            out[i] = to_16(q[i / D][i % D] / total[0][i / D]);
+    const int share = (HEADS * D + CLUSTER - 1) / CLUSTER, own = (int)(blockIdx.x % CLUSTER) * share;
+    for (int i = own + (int)threadIdx.x; i < own + share && i < HEADS * D; i += THREADS) {
+        const int g = i / D;
+        float highest = LOWEST, all = 0.0f, sum = 0.0f, most_of[CLUSTER], total_of[CLUSTER], sum_of[CLUSTER];
+#pragma unroll
+        for (u32 k = 0; k < CLUSTER; k++) {
+            total_of[k] = load_from_block(&total[WARPS + 1][g], k);
+            most_of[k] = load_from_block(&most[WARPS + 1][g], k);
+            sum_of[k] = load_from_block(&q[g][i % D], k);
+        }
+#pragma unroll
+        for (int k = 0; k < CLUSTER; k++) highest = fmaxf(highest, most_of[k]);
+#pragma unroll
+        for (int k = 0; k < CLUSTER; k++) {
+            const float weight = power_of_two(most_of[k] - highest);  // the first block has scores, so does one of each cluster
+            all += weight * total_of[k], sum += weight * sum_of[k];
+        }
+        if (r.clusters == 1)
+            out[i] = to_16(sum / all);
         else
-            part[i / D * PARTIAL + i % D] = q[i / D][i % D];
+            part[g * PARTIAL + i % D] = sum;
+        if (r.clusters > 1 && i % D == 0) part[g * PARTIAL + D] = highest, part[g * PARTIAL + D + 1] = all;
     }
-    if (r.parts == 1) return;
-    if (threadIdx.x < HEADS) {
-        part[threadIdx.x * PARTIAL + D] = total[1][threadIdx.x];
-        part[threadIdx.x * PARTIAL + D + 1] = total[0][threadIdx.x];
-    }
+    meet_cluster();  // none ends while another reads from it
+    if (r.clusters == 1) return;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(p.arrived + b * p.kv_heads + head, 1u) == (u32)r.parts - 1;
+    if (threadIdx.x == 0) last = atomicAdd(p.arrived + of_head, 1u) == (u32)(r.clusters * CLUSTER) - 1;
     __syncthreads();
     if (!last) return;
     __threadfence();
-    add_parts(out, parts, r.parts, &sums[0][0][0]);
-    if (threadIdx.x == 0) p.arrived[b * p.kv_heads + head] = 0;
+    add_parts(out, parts, r.clusters, (float *)shared_bytes);
+    if (threadIdx.x == 0) p.arrived[of_head] = 0;
 }

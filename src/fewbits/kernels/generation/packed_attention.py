@@ -12,10 +12,10 @@ unseen; F and R are the cache's ``first`` and ``newest``:
 then the token n - R is packed, and the new one takes a place among the newest: token n at n % (R + 1), where
 no token of this step stands. A step that is run twice gives the same.
 
-Shapes: qkv (B, (heads + 2 kv_heads) D) float32; codes (B, kv_heads, room, bytes of a head) uint8, in the
-order of `fewbits.formats.kv_cache.ordered_codes` for 4 lanes (keys) and 8 (values); scales (B, kv_heads,
-room, groups) float16; newest (B, kv_heads, R + 1, D) and first ones (B, kv_heads, F, D) in 16 bits; out (B,
-heads D) in 16 bits; cosines and sines (room, rotary) float32; position and first (B,) int64.
+Shapes: qkv (B, (heads + 2 kv_heads) D) float32; codes (B, kv_heads, room, bytes of a head) uint8, as
+`kernel_codes` makes them; scales (B, kv_heads, room, groups) float16; newest (B, kv_heads, R + 1, D) and
+first ones (B, kv_heads, F, D) in 16 bits; out (B, heads D) in 16 bits; cosines and sines (room, rotary)
+float32; position and first (B,) int64.
 
 Heads in 4 bits are turned by a Hadamard matrix: the kernel turns the query and the sums of values instead of
 keys and values, which is the same (H is orthonormal). Floor: codes and scales are read once, 544 bits a token
@@ -34,16 +34,23 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import PLAIN, KVCache, Side, ordered_codes, unordered_codes
-from fewbits.kernels.generation.decode_attention import Cache, Rules, rotated
+from fewbits.kernels.generation.decode_attention import Cache, Rules, cluster_of, rotated
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
 
 SOURCE = "generation/packed_attention.cu"
-_THREADS = 256  # as in the source
-_MOST_SPLITS = 64
+_MOST_SPLITS = 64  # clusters of one head, as in the source
+_WARPS = {False: 6, True: 4}  # of a block, by whether heads have more than 128 values
+_BLOCKS = 2  # at once on a multiprocessor
+_STAGES = 2  # tiles of a warp in shared memory
+_ROOM = 16384  # tokens: for no more, all blocks of a head are one cluster
+_CLUSTER = 2  # blocks that are one otherwise: of larger clusters an H200 does not hold as many as fill it
+_FEW = 256  # packed tokens for each block of a cluster: more are worth several clusters
+_RECENT_WORTH = 1024  # packed tokens that take as long as those in 16 bits
 _HALVES = {torch.bfloat16: 1, torch.float16: 2}
 _KINDS = {"int4": 4, "int8": 8, "fp8": 1}
 _LANES = {"keys": 4, "values": 8}
+_ADDED = {"int4": 0x88, "int8": 0x80, "fp8": 0}  # to a byte of codes: none is negative
 
 
 @dataclass(frozen=True)
@@ -90,11 +97,27 @@ class PackedKeysValues:
         """
         to_codes, to_scales, to_newest, to_first = self.stored(which)
         packed, side = codes.shape[2], self.sides[which]
-        to_codes[:, :, :packed] = ordered_codes(codes, side, _LANES[which])
+        to_codes[:, :, :packed] = kernel_codes(codes, side, which)
         to_scales[:, :, :packed] = scales
         slots = (packed + torch.arange(newest.shape[2], device=newest.device)) % (self.kind.newest + 1)
         to_newest[:, :, slots] = newest
         to_first[:, :, : first.shape[2]] = first
+
+
+def kernel_codes(codes: Tensor, side: Side, which: str) -> Tensor:
+    """Codes (..., bytes of a head) in the order and with the offset with which the kernel keeps them.
+
+    Args:
+        codes: in the format's own order.
+        side: how they are packed.
+        which: "keys" or "values".
+    """
+    return ordered_codes(codes, side, _LANES[which]) ^ _ADDED[side.kind]
+
+
+def format_codes(codes: Tensor, side: Side, which: str) -> Tensor:
+    """The inverse of `kernel_codes`."""
+    return unordered_codes(codes ^ _ADDED[side.kind], side, _LANES[which])
 
 
 def empty_cache(
@@ -176,9 +199,7 @@ def _seen(cache: PackedKeysValues, which: str, b: int, new: Tensor, window: int)
     firsts = [i for i in range(cache.kind.first) if low <= begin + i < n]
     slots = [i % (cache.kind.newest + 1) for i in range(ring, n)]
     rows = slice(packed, max(n - cache.kind.newest, packed))
-    decoded = side.unpack(
-        unordered_codes(codes[b, :, rows], side, _LANES[which]), scales[b, :, rows], torch.float32
-    )
+    decoded = side.unpack(format_codes(codes[b, :, rows], side, which), scales[b, :, rows], torch.float32)
     return torch.cat(
         [first[b, :, firsts].float(), decoded, newest[b, :, slots].float(), new[:, None].float()], 1
     )
@@ -190,7 +211,7 @@ def _append(cache: PackedKeysValues, which: str, b: int, new: Tensor) -> None:
     slots, leaves = cache.kind.newest + 1, n - cache.kind.newest
     if leaves >= begin + cache.kind.first:
         packed, scale = side.pack(newest[b, :, leaves % slots])
-        codes[b, :, leaves], scales[b, :, leaves] = ordered_codes(packed, side, _LANES[which]), scale
+        codes[b, :, leaves], scales[b, :, leaves] = kernel_codes(packed, side, which), scale
     newest[b, :, n % slots] = new
     if n - begin < cache.kind.first:
         first[b, :, n - begin] = new
@@ -254,14 +275,26 @@ class PackedAttention:
         if reason:
             raise Unsupported(f"{reason}.")
         self.out, self._early, self._operands = out, early, (qkv, cache, rules)
-        splits = 1 + min(_MOST_SPLITS - 1, max(1, cdiv(2 * multiprocessors(qkv.device), B * kv_heads)))
+        self.warps = _WARPS[D > 128]
+        splits, self.cluster, few = _split(qkv.device, B * kv_heads, cache.key_codes.shape[2])
         self._own = (
-            torch.empty(B * heads * splits * (D + 2), dtype=torch.float32, device=qkv.device),
+            torch.empty(
+                B * heads * (splits // self.cluster) * (D + 2), dtype=torch.float32, device=qkv.device
+            ),
             torch.zeros(B * kv_heads, dtype=torch.int32, device=qkv.device),
         )
+        self.shared_bytes = _shared_bytes(cache, group, self.warps)
         self.argument = self._argument(qkv, cache, out, rules)
         self.grid = (splits, kv_heads, B)
-        self.defines = _defines(cache, group, dtype, rules, early)
+        self.defines = (
+            *_defines(cache, group, dtype, rules, early),
+            ("WARPS", self.warps),
+            ("BLOCKS", _BLOCKS),
+            ("STAGES", _STAGES),
+            ("CLUSTER", self.cluster),
+            ("FEW", few),
+            ("RECENT_WORTH", _RECENT_WORTH),
+        )
 
     def _argument(self, qkv: Tensor, cache: PackedKeysValues, out: Tensor, rules: Rules) -> Arguments:
         norms = [None if n is None else n.weight.data_ptr() for n in (rules.q_norm, rules.k_norm)]
@@ -287,8 +320,12 @@ class PackedAttention:
         if not self.out.is_cuda:
             return self.out.copy_(packed_attention_ref(*self._operands))
         with on_device_of(self.out):
-            kernel = nvrtc.kernel(SOURCE, "packed_attention", self.defines, self.out.device.index, 0)
-            nvrtc.launch(kernel, self.grid, _THREADS, 0, self.argument, early=self._early)
+            device, cluster = self.out.device.index, self.cluster
+            kernel = nvrtc.kernel(
+                SOURCE, "packed_attention", self.defines, device, self.shared_bytes, cluster=cluster
+            )
+            size = (32 * self.warps, self.shared_bytes)
+            nvrtc.launch(kernel, self.grid, *size, self.argument, early=self._early, cluster=cluster)
         return self.out
 
 
@@ -296,6 +333,33 @@ def _stored(cache: PackedKeysValues) -> Iterator[Tensor]:
     """The tensors that a step writes, in the order of the kernel's argument."""
     yield from (cache.key_codes, cache.value_codes, cache.key_scales, cache.value_scales)
     yield from (cache.newest_keys, cache.newest_values, cache.first_keys, cache.first_values)
+
+
+def _split(device: torch.device, heads: int, room: int) -> tuple[int, int, int]:
+    """Blocks of a head, of a cluster, and for how many packed tokens one cluster is enough.
+
+    Args:
+        device: where.
+        heads: of keys, of all sequences.
+        room: tokens of a sequence.
+    """
+    processors = multiprocessors(device)
+    splits = min(_MOST_SPLITS, max(1, _BLOCKS * processors // heads))
+    single = cluster_of(device, max(1, processors // heads))
+    if single > _CLUSTER and room <= _ROOM:
+        return single, single, 1 << 30
+    cluster = min(cluster_of(device, splits), _CLUSTER)
+    return splits // cluster * cluster, cluster, _FEW * cluster
+
+
+def _shared_bytes(cache: PackedKeysValues, group: int, warps: int) -> int:
+    """Bytes of shared memory for the tiles of a block's warps, or their sums: STAGE_SIZE of the source."""
+    keys, values = cache.sides["keys"], cache.sides["values"]
+    rows = 32 if keys.kind == values.kind == "int4" and keys.size <= 128 else 16
+    groups = keys.size // keys.group
+    scales = cdiv(2 * rows * groups + 4 * (groups % 2), 16) * 16
+    tile = rows * (keys.row_bytes + values.row_bytes) + 2 * scales
+    return max(_STAGES * tile * warps, 4 * warps * group * (keys.size + 8))
 
 
 def _defines(

@@ -5,8 +5,8 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
+typedef unsigned long long u64;
 
-#define WARPS 8
 #define THREADS (32 * WARPS)
 #define LOWEST __int_as_float((int)0xff800000)  // minus infinity
 #define LOG2E 1.4426950408889634f
@@ -38,52 +38,87 @@ static __device__ __forceinline__ u32 half_pair(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
 }
-static __device__ __forceinline__ u32 subtract_pairs(u32 a, u32 b) {
-    u32 out;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+static __device__ __forceinline__ float power_of_two(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
 }
-static __device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c) {
-    u32 out;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-    return out;
-}
+static __device__ __forceinline__ bool any_of_warp(bool x) { return __any_sync(0xffffffffu, x); }
 static __device__ __forceinline__ u16 bfloat_of_float(float x) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(x), "f"(x));
     return (u16)out;
 }
-// m16n8k16 in float16, sums in float32.
-static __device__ __forceinline__ void multiply_add(float *c, const u32 *a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-                 "{%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// m16n8k16 in float16, sums in float32: d = a b + c.
+static __device__ __forceinline__ void multiply_add(float *d, const u32 *a, u32 b0, u32 b1, const float *c) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+// The same in the model's own 16 bits, added to d.
+static __device__ __forceinline__ void multiply_add_16(float *d, const u32 *a, u32 b0, u32 b1) {
+#if HALF == 1
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    multiply_add(d, a, b0, b1, d);
+#endif
 }
 static __device__ __forceinline__ u32 turned(u32 matrix) {
     u32 out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
     return out;
 }
-// N words that lie at a multiple of their size, or of 16 bytes.
-template <int N> static __device__ __forceinline__ void load_words(u32 *to, const void *at) {
-    const char *from = (const char *)at;
-    if constexpr (N % 4 == 0) {
-#pragma unroll
-        for (int i = 0; i < N; i += 4)
-            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"(from + 4 * i));
-    } else if constexpr (N % 2 == 0) {
-#pragma unroll
-        for (int i = 0; i < N; i += 2)
-            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(to[i]), "=r"(to[i + 1]) : "l"(from + 4 * i));
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i++) asm volatile("ld.global.u32 %0, [%1];" : "=r"(to[i]) : "l"(from + 4 * i));
-    }
+static __device__ __forceinline__ void load_any(u32 *to, const void *at) {  // 16 bytes of either memory
+    const uint4 x = *(const uint4 *)at;
+    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+// Bytes 0 and 1, or 2 and 3, of a word of E4M3; FP8_UNIT: what is missing.
+#if __CUDA_ARCH__ >= 890
+#define FP8_UNIT 1.0f
+static __device__ __forceinline__ u32 pair_of_e4m3(u32 word, int i) {
+    u32 out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"((u16)(i ? word >> 16 : word)));
+    return out;
+}
+#endif
+// To shared memory, without waiting; zeros where ``there`` does not hold.
+extern __shared__ __align__(16) u8 shared_bytes[];
+template <int BYTES> static __device__ __forceinline__ void copy(u32 to, const void *from, bool there) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
+}
+static __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> static __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+template <int N> static __device__ __forceinline__ void read_shared(u32 *to, u32 at) {
+    if constexpr (N == 4)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+    else if constexpr (N == 2)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at) : "memory");
+    else
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(at) : "memory");
+}
+static __device__ __forceinline__ u16 read_shared_16(u32 at) {
+    u16 out;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(at) : "memory");
+    return out;
 }
 // Where a new value is read by a block that another one may have written: past the first cache.
 static __device__ __forceinline__ float load_fresh(const float *at) { return __ldcg(at); }
+#endif
+#ifndef FP8_UNIT
+#define FP8_UNIT 256.0f
+static __device__ __forceinline__ u32 pair_of_e4m3(u32 word, int i) {
+    const u32 high = __byte_perm(word, 0, i ? 0x3424 : 0x1404);
+    return (high & 0x80008000u) | (high >> 1 & 0x3fff3fffu);
+}
 #endif
 
 // 2. Numbers of 16 bits as the model has them.
@@ -92,16 +127,6 @@ static __device__ __forceinline__ u16 to_16(float x) { return HALF == 1 ? bfloat
 static __device__ __forceinline__ float from_16(u32 x) {
     return HALF == 1 ? __uint_as_float(x << 16) : float_of_half((u16)x);
 }
-struct Eight {
-    float x[8];
-};
-static __device__ __forceinline__ Eight load_eight(const u16 *at) {
-    u32 v[4];
-    load_words<4>(v, at);
-    return {from_16(v[0] & 0xffff), from_16(v[0] >> 16), from_16(v[1] & 0xffff), from_16(v[1] >> 16),
-            from_16(v[2] & 0xffff), from_16(v[2] >> 16), from_16(v[3] & 0xffff), from_16(v[3] >> 16)};
-}
-
 static __device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
     for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
@@ -109,38 +134,46 @@ static __device__ __forceinline__ float largest_of_warp(float x) {
 }
 
 // 3. Codes to pairs of float16, exact.
+//
+// Below 2^-14 float16 has the whole multiples of 2^-24: the bits of a code, alone in a half, are such a number. An operation of
+// bits makes two of them. So that codes are not negative they are kept with half of their range added (8 or 128); sums
+// of products are rid of that once, by the sum of the other factors. Four-bit codes in the odd places stand four bits
+// higher: 16 times as much.
 
-// Numbers i and i + 4 of the 8 in a word of 4-bit codes (two's complement).
-static __device__ __forceinline__ u32 pair_of_nibbles(u32 word, int i) {
-    if (i >= 2) word >>= 8;
-    if (i % 2 == 0) return subtract_pairs((word & 0x000f000fu) ^ 0x64086408u, 0x64086408u);  // 1024 + code + 8
-    return multiply_add_pairs((word & 0x00f000f0u) ^ 0x64806480u, 0x2c002c00u, 0xd480d480u);  // 16 times that: / 16, - 72
-}
-// Bytes 0 and 1, or 2 and 3, of a word of 8-bit codes; E4M3's without the factor 256.
-template <int KIND> static __device__ __forceinline__ u32 pair_of_bytes(u32 word, int i) {
-    if (KIND == FP8) {
-        const u32 high = __byte_perm(word, 0, i ? 0x3424 : 0x1404);
-        return (high & 0x80008000u) | (high >> 1 & 0x3fff3fffu);
-    }
-    return subtract_pairs(__byte_perm(word ^ 0x80808080u, 0x64646464u, i ? 0x4342 : 0x4140), 0x64806480u);
-}
+template <int KIND> struct Codes {
+    static constexpr bool shifted = KIND != FP8;                               // whether half of the range is added
+    static constexpr float unit = KIND == FP8 ? FP8_UNIT : 16777216.0f;        // what a number must be multiplied by
+    static constexpr u32 zero = KIND == 4 ? 0x00080008u : 0x00800080u;         // the code 0, in even places
+    static constexpr u32 odd_zero = 0x00800080u;                               // in odd places
+    static constexpr float odd_times = KIND == 4 ? 16.0f : 1.0f;
+};
+static __device__ __forceinline__ u32 low_nibbles(u32 x) { return x & 0x000f000fu; }
+static __device__ __forceinline__ u32 high_nibbles(u32 x) { return x & 0x00f000f0u; }
+static __device__ __forceinline__ u32 low_bytes(u32 x) { return x & 0x00ff00ffu; }
+
 // Pair P of a lane's codes of a key: neighbours in the order in which the query is read.
 template <int KIND> static __device__ __forceinline__ u32 key_pair(const u32 *words, int P) {
-    return KIND == 4 ? pair_of_nibbles(words[P / 4], P % 4) : pair_of_bytes<KIND>(words[P / 2], P % 2);
+    if (KIND == FP8) return pair_of_e4m3(words[P / 2], P % 2);
+    if (KIND == 8) return __byte_perm(words[P / 2], 0, P % 2 ? 0x4341 : 0x4240);
+    const u32 word = words[P / 4] >> (P % 4 / 2 * 8);
+    return P % 2 ? high_nibbles(word) : low_nibbles(word);
 }
 // Places of that pair's two numbers among the lane's.
 template <int KIND> static __device__ __forceinline__ int place_in_key(int P, int second) {
-    return KIND == 4 ? P / 4 * 8 + P % 4 + 4 * second : 2 * P + second;
+    return KIND == 4 ? P / 4 * 8 + P % 4 + 4 * second : KIND == 8 ? P / 2 * 4 + P % 2 + 2 * second : 2 * P + second;
 }
 // Numbers 2 q and 2 q + 1 of a lane's codes of values, each of two tokens side by side.
 template <int KIND> static __device__ __forceinline__ void value_pairs(u32 &even, u32 &odd, const u32 *token,
                                                                        const u32 *next, int q) {
     if (KIND == 4) {
-        const u32 both = __byte_perm(token[q / 4], next[q / 4], q % 4 < 2 ? 0x5410 : 0x7632);
-        even = pair_of_nibbles(both, q % 2 * 2), odd = pair_of_nibbles(both, q % 2 * 2 + 1);
+        const u32 both = __byte_perm(token[q / 4], next[q / 4], 0x0400 + q % 4 * 0x0101);
+        even = low_nibbles(both), odd = high_nibbles(both);
+    } else if (KIND == 8) {
+        even = low_bytes(__byte_perm(token[q / 2], next[q / 2], q % 2 ? 0x0602 : 0x0400));
+        odd = low_bytes(__byte_perm(token[q / 2], next[q / 2], q % 2 ? 0x0703 : 0x0501));
     } else {
         const u32 both = __byte_perm(token[q / 2], next[q / 2], q % 2 ? 0x7362 : 0x5140);
-        even = pair_of_bytes<KIND>(both, 0), odd = pair_of_bytes<KIND>(both, 1);
+        even = pair_of_e4m3(both, 0), odd = pair_of_e4m3(both, 1);
     }
 }
 
@@ -148,19 +181,30 @@ template <int KIND> static __device__ __forceinline__ void value_pairs(u32 &even
 
 #include "heads.cu"
 
-// Times the orthonormal Hadamard matrix, in blocks.
+// Times the orthonormal Hadamard matrix, in blocks: of numbers lane, lane + 32, ... of a head.
+template <int BLOCK> static __device__ __forceinline__ void spread_own(float (&own)[D / 32]) {
+    if (BLOCK == 0) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 1; h < BLOCK; h *= 2) {
+        float other[D / 32];
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) other[j] = h < 32 ? __shfl_xor_sync(0xffffffffu, own[j], h) : own[j ^ h / 32];
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) own[j] = (j * 32 + lane) & h ? other[j] - own[j] : own[j] + other[j];
+    }
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) own[j] *= rsqrtf((float)BLOCK);
+}
 template <int BLOCK> static __device__ __forceinline__ void spread(float *x) {
     if (BLOCK == 0) return;
-    for (int h = 1; h < BLOCK; h *= 2) {
-        __syncwarp();
-        for (int i = threadIdx.x % 32; i < D / 2; i += 32) {
-            const int at = i / h * 2 * h + i % h;
-            const float a = x[at], b = x[at + h];
-            x[at] = a + b, x[at + h] = a - b;
-        }
-    }
-    __syncwarp();
-    for (int i = threadIdx.x % 32; i < D; i += 32) x[i] *= rsqrtf((float)BLOCK);
+    const int lane = threadIdx.x % 32;
+    float own[D / 32];
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) own[j] = x[j * 32 + lane];
+    spread_own<BLOCK>(own);
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x[j * 32 + lane] = own[j];
     __syncwarp();
 }
 
@@ -181,30 +225,44 @@ static __device__ __forceinline__ u32 e4m3_of(float x) {  // to nearest, ties to
     return sign | ((bits >> 20) - (120 << 3));
 }
 
-// A head of 16-bit numbers to codes and scales, its codes in the order of LANES lanes; ``x``: D floats of its own.
+// A head's scales. All groups side by side: none waits for another.
+#define IN_GROUP (D / SCALES / 32)  // numbers of a lane
+template <int KIND> static __device__ __forceinline__ void scales_of(float (&scale)[SCALES], const float (&own)[D / 32]) {
+    float largest[SCALES] = {};
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) largest[j / IN_GROUP] = fmaxf(largest[j / IN_GROUP], fabsf(own[j]));
+#pragma unroll
+    for (int d = 16; d; d /= 2)
+#pragma unroll
+        for (int i = 0; i < SCALES; i++) largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], d));
+#pragma unroll
+    for (int i = 0; i < SCALES; i++)
+        scale[i] = fmaxf(largest[i] / (KIND == 4 ? 7.0f : KIND == 8 ? 127.0f : 448.0f), 1.1754944e-38f);
+}
+
+// A head of 16-bit numbers, lane, lane + 32, ... of a lane, to codes and scales, its codes in the order of LANES lanes; ``x``: D floats of its own.
 template <int KIND, int BLOCK, int LANES>
-static __device__ __forceinline__ void pack_head(const u16 *from, float *x, u8 *codes, u16 *scales) {
-    const int lane = threadIdx.x % 32;
-    for (int d = lane; d < D; d += 32) x[d] = from_16(from[d]);
-    spread<BLOCK>(x);
-    __syncwarp();
-    const float most = KIND == 4 ? 7.0f : KIND == 8 ? 127.0f : 448.0f;
-    const int size = D / SCALES;
-    for (int group = 0; group < SCALES; group++) {
-        float largest = 0.0f;
+static __device__ __forceinline__ void pack_head(const u16 (&from)[D / 32], float *x, u8 *codes, u16 *scales) {
+    const int lane = threadIdx.x % 32, size = D / SCALES;
+    float numbers[D / 32], scale[SCALES];
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) numbers[j] = from_16(from[j]);
+    spread_own<BLOCK>(numbers);
+    scales_of<KIND>(scale, numbers);
+    const float most = KIND == 8 ? 127.0f : 7.0f, least = -most;
+#pragma unroll
+    for (int i = 0; i < SCALES; i++) {
         bool finite = true;
-        for (int d = lane; d < size; d += 32) {
-            const float y = x[group * size + d];
-            largest = fmaxf(largest, fabsf(y));
-            finite = finite && fabsf(y) <= 3.0e38f;
+#pragma unroll
+        for (int j = i * IN_GROUP; j < (i + 1) * IN_GROUP; j++) finite = finite && fabsf(numbers[j]) <= 3.0e38f;
+        finite = !any_of_warp(!finite);
+        const float inverse = scale[i] == 0.0f ? 0.0f : 1.0f / scale[i];
+#pragma unroll
+        for (int j = i * IN_GROUP; j < (i + 1) * IN_GROUP; j++) {
+            const float y = finite ? numbers[j] * inverse : 0.0f;
+            x[j * 32 + lane] = KIND == FP8 ? y : fminf(fmaxf(rintf(y), least), most);
         }
-        finite = largest_of_warp(finite ? 0.0f : 1.0f) == 0.0f;
-        const float scale = fmaxf(largest_of_warp(largest) / most, 1.1754944e-38f), inverse = 1.0f / scale;
-        for (int d = lane; d < size; d += 32) {
-            const float y = finite ? x[group * size + d] * inverse : 0.0f;
-            x[group * size + d] = KIND == FP8 ? y : fminf(fmaxf(rintf(y), -most), most);
-        }
-        if (lane == 0) scales[group] = finite ? half_of_float(fminf(scale, 65504.0f)) : (u16)0x7e00;
+        if (lane == 0) scales[i] = finite ? half_of_float(fminf(scale[i], 65504.0f)) : (u16)0x7e00;
     }
     __syncwarp();
     const int each = size / LANES, own = D / LANES;  // neighbours of a group, and all numbers, of a reading lane
@@ -214,7 +272,7 @@ static __device__ __forceinline__ void pack_head(const u16 *from, float *x, u8 *
         for (int k = 0; k < in_byte; k++) {
             const int place = i * in_byte + k, at = place % own;
             const float y = x[at / each * size + place / own * each + at % each];
-            byte |= KIND == FP8 ? e4m3_of(y) : (u32)(int)y << (4 * k) & (KIND == 4 ? 15u << (4 * k) : 255u);
+            byte |= KIND == FP8 ? e4m3_of(y) : (u32)((int)y + (KIND == 4 ? 8 : 128)) << (4 * k);
         }
         codes[i] = (u8)byte;
     }
