@@ -81,7 +81,7 @@ def test_the_hadamard_matrix_is_orthonormal_and_its_own_inverse() -> None:
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "bfloat16"])
 @pytest.mark.parametrize("size", [8, 64, 96, 128])
 def test_rounding(kind: str, size: int) -> None:
-    """Within half a step of the largest value of a turned group; orders are permutations."""
+    """Near half a step of the largest value of a turned group (4 bits cut); orders are permutations."""
     x = torch.randn(2, 3, 5, size, generator=torch.Generator().manual_seed(1))
     x[..., 3] *= 30
     side = get_kv_cache(kind).side("keys", size)
@@ -91,11 +91,27 @@ def test_rounding(kind: str, size: int) -> None:
     largest = hadamard(x, side.rotation).unflatten(-1, (-1, side.group)).abs().amax(-1, keepdim=True)
     step = largest / {"int4": 7, "int8": 127, "fp8": 14}[kind]
     error = (hadamard(read, side.rotation) - hadamard(x, side.rotation)).unflatten(-1, (-1, side.group)).abs()
-    assert bool((error <= 0.57 * step).all())
+    assert bool((error <= {"int4": 1.75, "int8": 0.57, "fp8": 0.57}[kind] * step).all())
     for lanes in (4, 8):
         if side.group >= 32 or side.group >= lanes:
             turned = ordered_codes(codes, side, lanes)
             assert torch.equal(unordered_codes(turned, side, lanes), codes)
+
+
+def test_sixteen_codes_and_the_best_of_four_scales_err_less_than_the_largest_number_allows() -> None:
+    x = torch.randn(400, 128, generator=torch.Generator().manual_seed(1))
+    x[:, 3] *= 30
+    x[0], x[1] = 0, 1e-9
+    side = KVCache().side("keys", 128)
+    codes, scales = side.pack(x)
+    turned = hadamard(x, side.rotation)
+    plain = side.format.quantize(turned).dequantize()
+    read = hadamard(side.unpack(codes, scales, torch.float32), side.rotation)
+    assert float((read - turned).norm()) < 0.9 * float((plain - turned).norm())
+    assert not read[0].any() and float(read[1].abs().max()) < 1e-7
+    assert set((codes[2:] & 15).unique().tolist()) == set(range(16)) and bool((scales[2:] < 0).any())
+    x[2, 7] = torch.inf
+    assert bool(side.pack(x)[1][2].isnan().all()) and bool(side.pack(x)[1][3:].isfinite().all())
 
 
 def test_turning_makes_outliers_cheaper() -> None:

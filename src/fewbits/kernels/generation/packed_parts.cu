@@ -225,19 +225,54 @@ static __device__ __forceinline__ u32 e4m3_of(float x) {  // to nearest, ties to
     return sign | ((bits >> 20) - (120 << 3));
 }
 
-// A head's scales. All groups side by side: none waits for another.
+// A head's scales: 4 bits try several, as formats/kv_cache.py says. All groups and scales side by side: nothing waits for nothing.
 #define IN_GROUP (D / SCALES / 32)  // numbers of a lane
 template <int KIND> static __device__ __forceinline__ void scales_of(float (&scale)[SCALES], const float (&own)[D / 32]) {
-    float largest[SCALES] = {};
+    float high[SCALES] = {}, low[SCALES] = {}, least[SCALES];
 #pragma unroll
-    for (int j = 0; j < D / 32; j++) largest[j / IN_GROUP] = fmaxf(largest[j / IN_GROUP], fabsf(own[j]));
+    for (int j = 0; j < D / 32; j++) high[j / IN_GROUP] = fmaxf(high[j / IN_GROUP], own[j]), low[j / IN_GROUP] = fmaxf(low[j / IN_GROUP], -own[j]);
 #pragma unroll
     for (int d = 16; d; d /= 2)
 #pragma unroll
-        for (int i = 0; i < SCALES; i++) largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], d));
+        for (int i = 0; i < SCALES; i++) {
+            high[i] = fmaxf(high[i], __shfl_xor_sync(0xffffffffu, high[i], d));
+            low[i] = fmaxf(low[i], __shfl_xor_sync(0xffffffffu, low[i], d));
+        }
+    float tried[SCALES][4], error[SCALES][4] = {};
+#pragma unroll
+    for (int i = 0; i < SCALES; i++) {
+        const float largest = fmaxf(high[i], low[i]);
+        scale[i] = fmaxf(largest / (KIND == 8 ? 127.0f : 448.0f), 1.1754944e-38f);
+        if (KIND != 4) continue;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float steps = k == 0 ? 8.0f : k == 1 ? 8.6f : k == 2 ? 9.3f : 7.4f;
+            tried[i][k] = float_of_half(half_of_float(fminf(largest / steps, 65504.0f))) * (high[i] >= low[i] ? -1.0f : 1.0f);
+        }
+    }
+    if (KIND != 4) return;
 #pragma unroll
     for (int i = 0; i < SCALES; i++)
-        scale[i] = fmaxf(largest[i] / (KIND == 4 ? 7.0f : KIND == 8 ? 127.0f : 448.0f), 1.1754944e-38f);
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float x = tried[i][k], inverse = x == 0.0f ? 0.0f : 1.0f / x;
+#pragma unroll
+            for (int j = i * IN_GROUP; j < (i + 1) * IN_GROUP; j++) {
+                const float away = fminf(fmaxf(rintf(own[j] * inverse), -8.0f), 7.0f) * x - own[j];
+                error[i][k] += away * away;
+            }
+        }
+#pragma unroll
+    for (int d = 16; d; d /= 2)
+#pragma unroll
+        for (int i = 0; i < SCALES * 4; i++) error[i / 4][i % 4] += __shfl_xor_sync(0xffffffffu, error[i / 4][i % 4], d);
+#pragma unroll
+    for (int i = 0; i < SCALES; i++) {
+        scale[i] = tried[i][0], least[i] = error[i][0];
+#pragma unroll
+        for (int k = 1; k < 4; k++)
+            if (error[i][k] < least[i]) least[i] = error[i][k], scale[i] = tried[i][k];
+    }
 }
 
 // A head of 16-bit numbers, lane, lane + 32, ... of a lane, to codes and scales, its codes in the order of LANES lanes; ``x``: D floats of its own.
@@ -249,7 +284,7 @@ static __device__ __forceinline__ void pack_head(const u16 (&from)[D / 32], floa
     for (int j = 0; j < D / 32; j++) numbers[j] = from_16(from[j]);
     spread_own<BLOCK>(numbers);
     scales_of<KIND>(scale, numbers);
-    const float most = KIND == 8 ? 127.0f : 7.0f, least = -most;
+    const float most = KIND == 8 ? 127.0f : 7.0f, least = KIND == 8 ? -127.0f : -8.0f;
 #pragma unroll
     for (int i = 0; i < SCALES; i++) {
         bool finite = true;
@@ -262,7 +297,7 @@ static __device__ __forceinline__ void pack_head(const u16 (&from)[D / 32], floa
             const float y = finite ? numbers[j] * inverse : 0.0f;
             x[j * 32 + lane] = KIND == FP8 ? y : fminf(fmaxf(rintf(y), least), most);
         }
-        if (lane == 0) scales[i] = finite ? half_of_float(fminf(scale[i], 65504.0f)) : (u16)0x7e00;
+        if (lane == 0) scales[i] = finite ? half_of_float(fminf(fmaxf(scale[i], -65504.0f), 65504.0f)) : (u16)0x7e00;
     }
     __syncwarp();
     const int each = size / LANES, own = D / LANES;  // neighbours of a group, and all numbers, of a reading lane
