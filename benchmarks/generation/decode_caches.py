@@ -31,6 +31,12 @@ from fewbits.models.generation.step import DecodeStep
 
 HEADS, KV_HEADS, D = 32, 8, 128
 KINDS = ("int8", "fp8", "int8/int4", "int4")
+CONTEXTS = {  # tokens, by how many sequences
+    1: (128, 2048, 4096, 16384, 65536, 131072),
+    4: (2048, 4096),
+    16: (2048, 4096, 16384),
+    64: (2048, 4096),
+}
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -136,14 +142,15 @@ def main() -> None:
     part = parser.parse_args().part
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     if part != "step":
-        for batch, context in ((1, 4096), (1, 16384), (1, 65536), (1, 131072), (16, 4096), (16, 16384)):
-            attention(batch, context)
-            gc.collect()
-            torch.cuda.empty_cache()
+        for batch, contexts in CONTEXTS.items():
+            for context in contexts:
+                attention(batch, context)
+                gc.collect()
+                torch.cuda.empty_cache()
     if part != "attention":
         model = random_model(shape_of("llama-3.1-8b").config(), torch.device("cuda"), torch.bfloat16).eval()
         fewbits.convert(model, "qlora_nf4")
-        for batch in (1, 16, 64):
+        for batch in CONTEXTS:
             for kind in (None, "int8", "int4"):
                 step(model, batch, kind)
                 gc.collect()
