@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats import INT8, NF4
+from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.fast import with_methods
 from fewbits.models.merging import merger
 from fewbits.models.merging.merge import save_pretrained_merged
 from fewbits.models.packing.convert import convert
-from fewbits.recipes import Recipe, Rule, qlora_nf4_fp8
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.recipes import LoRA, Recipe, Rule, nf4_qat, qlora_nf4_fp8
 from tests.models.loading import logits, packed_state, perturb, save_tiny
 from tests.models.tiny import tiny, tokens
 
@@ -208,6 +210,21 @@ def test_dora_is_merged(family, four_bits, tmp_path):
     expected = reference(tmp_path / "base", model, tmp_path / "adapter").state_dict()
     for name, tensor in load(tmp_path / "merged", dtype="auto").state_dict().items():
         torch.testing.assert_close(tensor.float(), expected[name], rtol=2**-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["merged_16bit", "merged_4bit"])
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_a_model_trained_through_rounding_is_compared_without_it(with_adapter, method, tmp_path):
+    """What is written are the weights as they were trained; NF4's rounding is no error of the merge."""
+    model = tiny("llama", dtype=torch.bfloat16)
+    convert(model, nf4_qat())
+    if with_adapter:
+        model = perturb(get_peft_model(model, LoRA(r=4)))
+    before = logits(model, tokens())
+    receipt = save_pretrained_merged(model, tmp_path / "merged", save_method=method)
+    assert receipt.logits_error < receipt.tolerance / 2
+    assert torch.equal(logits(model, tokens()), before)
+    assert sum(isinstance(module, FakeQuantizedLinear) for module in model.modules()) == 14
 
 
 def test_merged_4bit_is_packed_again(tmp_path):

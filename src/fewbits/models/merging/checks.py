@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fewbits.errors import BadCheckpoint
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
+from fewbits.nn.linear import take_parameters
 from fewbits.nn.stochastic.linear import exact_products
 
 
@@ -29,20 +30,24 @@ def distance(tensor: Tensor, expected: Tensor) -> float:
 def operands_as_they_are(model: nn.Module) -> Iterator[None]:
     """Within it, products take x and their weights unrounded, as those of a merged model do.
 
-    A recipe's formats of operands (FP8, say) move logits by percents, which no merge explains.
+    A recipe's formats of operands (FP8, say) move logits by percents, and a fake-quantised layer rounds its
+    weight, which the merged model has as it was trained; no merge explains either.
     """
-    rounding: list[tuple[nn.Module, str, Any]]
-    rounding = [(m, "operands", m.operands) for m in model.modules() if hasattr(m, "operands")]
-    fake = (m for m in model.modules() if isinstance(m, FakeQuantizedLinear))
-    rounding += [(m, "activation_format", m.activation_format) for m in fake]
+    rounding: list[tuple[Any, Any]] = [(m, m.operands) for m in model.modules() if hasattr(m, "operands")]
+    named = model.named_modules(remove_duplicate=False)
+    fake = {name: m for name, m in named if isinstance(m, FakeQuantizedLinear)}
     try:
-        for module, name, _ in rounding:
-            setattr(module, name, PLAIN if name == "operands" else None)
+        for module, _ in rounding:
+            module.operands = PLAIN
+        for name, layer in fake.items():
+            model.set_submodule(name, take_parameters(nn.Linear, layer).train(layer.training))
         with exact_products(model):
             yield
     finally:
-        for module, name, formats in rounding:
-            setattr(module, name, formats)
+        for module, formats in rounding:
+            module.operands = formats
+        for name, layer in fake.items():
+            model.set_submodule(name, layer)
 
 
 def jitter(model: nn.Module, unit: float) -> None:
