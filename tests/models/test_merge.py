@@ -12,16 +12,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fewbits import FastLanguageModel
+from fewbits import FastLanguageModel, convert_qat
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
-from fewbits.formats import INT8, NF4
+from fewbits.formats import INT4_G32, INT8, NF4
 from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.fast import with_methods
+from fewbits.models.loading.hf_quantizer import FewbitsConfig
 from fewbits.models.merging import merger
 from fewbits.models.merging.merge import save_pretrained_merged
 from fewbits.models.packing.convert import convert
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
-from fewbits.recipes import LoRA, Recipe, Rule, nf4_qat, qlora_nf4_fp8
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import LoRA, Recipe, Rule, int4_qat, nf4_qat, qlora_nf4_fp8
 from tests.models.loading import logits, packed_state, perturb, save_tiny
 from tests.models.tiny import tiny, tokens
 
@@ -225,6 +227,22 @@ def test_a_model_trained_through_rounding_is_compared_without_it(with_adapter, m
     assert receipt.logits_error < receipt.tolerance / 2
     assert torch.equal(logits(model, tokens()), before)
     assert sum(isinstance(module, FakeQuantizedLinear) for module in model.modules()) == 14
+
+
+@pytest.mark.parametrize("as_loaded", [False, True])
+def test_a_model_trained_through_rounding_is_packed_in_the_format_it_was_trained_for(as_loaded, tmp_path):
+    """As convert_qat packs it, to the bit; never in another format, which would round it a second time."""
+    model = tiny("llama", dtype=torch.bfloat16)
+    if as_loaded:
+        model.save_pretrained(tmp_path / "plain")
+        model = load(tmp_path / "plain", quantization_config=FewbitsConfig(int4_qat()), dtype=torch.bfloat16)
+    else:
+        convert(model, int4_qat())
+    save_pretrained_merged(model, tmp_path / "merged", save_method="merged_4bit")
+    packed = load(tmp_path / "merged")
+    assert {m.format for m in packed.modules() if isinstance(m, QuantizedLinear)} == {INT4_G32}
+    found, want = packed_state(packed), packed_state(convert_qat(model)[0])
+    assert found.keys() == want.keys() and all(torch.equal(part, want[name]) for name, part in found.items())
 
 
 def test_merged_4bit_is_packed_again(tmp_path):

@@ -8,12 +8,14 @@ does not enter), read shard by shard; otherwise the dequantised weight. The rece
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.original import files_read
 from fewbits.models.folders.whole_folder import ADAPTER, check_destination, whole_folder
@@ -21,6 +23,7 @@ from fewbits.models.merging.experts import WholeMerger, has_experts
 from fewbits.models.merging.merger import TOKENIZER_FILES, Merger, MergeReceipt
 from fewbits.models.packing.packed import recipe_of
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Recipe, Rule, get_recipe
 
 if TYPE_CHECKING:
     from torch import nn
@@ -131,21 +134,33 @@ def _as_bytes(size: int | str) -> int:
     raise BadInput(f"max_shard_size is {size!r}; write bytes as a number, or a size such as '5GB'.")
 
 
+def _recipe_to_pack(base: Any) -> Recipe:
+    """The model's own recipe; NF4 for a model that has none. One trained through rounding is packed so."""
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig
+
+    config, conversion = getattr(base.config, "quantization_config", None), conversion_of(base)
+    if isinstance(config, FewbitsConfig):
+        recipe = config.recipe
+    elif any(isinstance(m, QuantizedLinear) for m in base.modules()):
+        recipe = recipe_of(base, name="merged_4bit")
+    elif conversion is not None and conversion.recipe.qat is not None:
+        recipe = conversion.recipe
+    else:
+        recipe = get_recipe("qlora_nf4")
+    if recipe.qat is not None:
+        recipe = replace(
+            recipe, linear=Rule(weight=recipe.qat.weight, activation=recipe.qat.activation), qat=None
+        )
+    return recipe
+
+
 def _pack(base: Any, source: Path, target: Path) -> None:
     """Load the merged 16-bit model in the base's own recipe and save it packed."""
     from fewbits.models.loading.hf_quantizer import FewbitsConfig, write_packed
 
-    recipe = (
-        recipe_of(base, name="merged_4bit")
-        if any(isinstance(m, QuantizedLinear) for m in base.modules())
-        else None
-    )
-    config = getattr(base.config, "quantization_config", None)
-    if isinstance(config, FewbitsConfig):
-        recipe = config.recipe
     packed = type(base).from_pretrained(
         source,
-        quantization_config=FewbitsConfig(recipe or "qlora_nf4"),
+        quantization_config=FewbitsConfig(_recipe_to_pack(base)),
         dtype=base.dtype,
         local_files_only=True,
     )
