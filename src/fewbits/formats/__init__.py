@@ -33,6 +33,7 @@ from fewbits.formats.microscaling import *  # noqa: F403
 from fewbits.formats.nvfp4 import *  # noqa: F403
 from fewbits.formats.stochastic import *  # noqa: F403
 from fewbits.formats.ternary import *  # noqa: F403
+from fewbits.formats.trellis import *  # noqa: F403
 
 FORMATS: dict[str, Format] = {}
 ALIKE: set[str] = set()
