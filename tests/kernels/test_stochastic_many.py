@@ -131,6 +131,9 @@ BITS = {
     "33 steps, no chunks": (WHOLE, (2, 17, 20, 150), (33,)),
     "16 steps, codes not aligned": (replace(STOCHASTIC, chunk_d=37), (1, 3, 10, 91), (16,)),
     "lengths": (STOCHASTIC, (2, 17, 20, 300), (32, 0, 17)),
+    "short lengths": (STOCHASTIC, (2, 17, 20, 300), (16, 0, 7)),
+    "8 steps, an odd chunk": (replace(STOCHASTIC, chunk_d=37), (1, 140, 10, 91), (8,)),
+    "1 step of full streams": (FULL, (1, 5, 20, 131), (1,)),
     "4 bits": (Stochastic(sc_prec=4, chunk_d=128), (1, 3, 10, 140), (16,)),
     "128 steps": (WHOLE, (1, 3, 10, 40), (128,)),
     "256 steps": (FULL, (1, 3, 10, 20), (256,)),
@@ -253,7 +256,8 @@ def test_compiles_to_machine_code(capability: int) -> None:
     for shared in (227 * 1024, 163 * 1024, 99 * 1024):
         small = nibbles.plan(1, 2048, 4096, 32, 128, multiprocessors=132, shared=shared)
         assert nvrtc.cubin(nibbles.SOURCE, small.defines, capability)[:4] == b"\x7fELF"
-    assert nvrtc.cubin(bits.SOURCE, bits.defines_of(1), capability)[:4] == b"\x7fELF"
+    for share in (1, 2, 4):
+        assert nvrtc.cubin(bits.SOURCE, bits.defines_of(1, share), capability)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

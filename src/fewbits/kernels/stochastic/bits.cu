@@ -12,7 +12,8 @@
 //
 //    three products of bits, the last two into one sum.
 // 2. Streams as words. A code is WORDS words of 32 steps: a code of a has a 1 for each step in which it is enabled, a code of b
-//    a 1 where its sequence's number lies below its boundary.
+//    a 1 where its sequence's number lies below its boundary. Streams of at most 16 steps (or 8) would leave half (or three
+//    quarters) of a word empty, so SHARE = 2 (or 4) neighbouring inner dimensions share one: the ones are added up anyway.
 // 3. Two kernels, stochastic_bits_a and _b, first write all words in the order in which the threads of stochastic_bits read
 //    them: a record is 16 rows and 32 words of each, in 4 steps of the matrix units; for each step a thread's 4 words of
 //    positive codes, then those of negative ones. In the main loop only |A| and |B| are put together, because every other
@@ -20,7 +21,8 @@
 // 4. A block of threads computes 128 rows by 128 outputs, a warp (32 threads) 32 rows by 16 PAIRS outputs; y stays in shared
 //    memory until the last chunk.
 //
-// Compiled at run time with WORDS (a power of 2) and PAIRS (of tiles of 8 outputs, a warp's: 2 or 4) defined.
+// Compiled at run time with WORDS (a power of 2), SHARE (1, or 2 or 4 where WORDS is 1) and PAIRS (of tiles of 8 outputs, a
+// warp's: 2 or 4) defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -83,14 +85,17 @@ template <bool OF_A> static __device__ __forceinline__ void write_record(const P
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int h = OF_A ? i % 2 : i / 2, at = offset + 8 * k + 4 * (OF_A ? i / 2 : i % 2) + lane % 4;
-            const int d = at / WORDS;
             positive[i] = negative[i] = 0;
-            if (row[h] < rows && d < left) {
-                const int code = codes[(i64)row[h] * p.D + d];
-                const int entry = (int)p.masks[d] * 128 + (code < 0 ? -code : code);
-                const u32 word = __ldg(table[h] + entry * WORDS + at % WORDS);
-                positive[i] = code < 0 ? 0 : word;
-                negative[i] = code < 0 ? word : 0;
+#pragma unroll
+            for (int s = 0; s < SHARE; s++) {
+                const int d = at / WORDS * SHARE + s;
+                if (row[h] < rows && d < left) {
+                    const int code = codes[(i64)row[h] * p.D + d];
+                    const int entry = (int)p.masks[d] * 128 + (code < 0 ? -code : code);
+                    const u32 word = __ldg(table[h] + entry * WORDS + at % WORDS) << (s * (32 / SHARE));
+                    positive[i] |= code < 0 ? 0 : word;
+                    negative[i] |= code < 0 ? word : 0;
+                }
             }
         }
         ((uint4 *)record)[2 * k * LANES + lane] = uint4{positive[0], positive[1], positive[2], positive[3]};

@@ -38,6 +38,7 @@ class Tables(NamedTuple):
     words_b: Tensor  # (masks, 128, words) int32
     masks: Tensor  # (chunk,) uint8
     factors: Tensor  # (levels,) float32
+    share: int = 1  # inner dimensions that share a word
 
     @property
     def words(self) -> int:
@@ -62,7 +63,10 @@ def tables_of(options: Stochastic, levels: tuple[int, ...], chunk: int, device: 
     index = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
     factors = [options.max_code**2 / length if length else 0.0 for length in levels]
     of_levels = torch.tensor(factors, dtype=torch.float64).float()
-    return Tables(*(x.to(device) for x in (_words(enabled), _words(ones), index, of_levels)))
+    words_a, words_b, index, of_levels = (
+        x.to(device) for x in (_words(enabled), _words(ones), index, of_levels)
+    )
+    return Tables(words_a, words_b, index, of_levels, share_of(longest))
 
 
 def _words(bits: Tensor) -> Tensor:
@@ -93,9 +97,19 @@ def words_of(longest: int) -> int:
     return next_power_of_2(cdiv(longest, 32))
 
 
-def defines_of(words: int) -> nvrtc.Defines:
-    """The source's macros for codes of so many words."""
-    return (("WORDS", words), ("PAIRS", _PAIRS))
+def share_of(longest: int) -> int:
+    """Inner dimensions that share a word of streams of so many steps."""
+    return 4 if longest <= 8 else 2 if longest <= 16 else 1
+
+
+def stages_of_chunk(chunk: int, words: int, share: int) -> int:
+    """Records that a chunk of so many inner dimensions takes of each row."""
+    return cdiv(cdiv(chunk, share) * words, _WORDS)
+
+
+def defines_of(words: int, share: int = 1) -> nvrtc.Defines:
+    """The source's macros for codes of so many words, or for so many dimensions in one."""
+    return (("WORDS", words), ("SHARE", share), ("PAIRS", _PAIRS))
 
 
 def launch(
@@ -103,7 +117,7 @@ def launch(
 ) -> None:
     """A `Launch`."""
     qa, sa, qb, sb = operands
-    per_chunk = cdiv(chunk * tables.words, _WORDS)
+    per_chunk = stages_of_chunk(chunk, tables.words, tables.share)
     stages = per_chunk * sa.shape[2]
     for part in _parts(qa.shape[0], qa.shape[1], qb.shape[0], qb.shape[1], stages):
         of_b = slice(None) if qb.shape[0] == 1 else part.batch
@@ -128,9 +142,9 @@ def _launch_part(
         for x, n in zip((qa, qb), blocks, strict=True)
     ]
     part, per_chunk = row_blocks.Part(qa, sa, qb, sb, y, level_index), stages // sa.shape[2]
-    values = row_blocks.argument_values(part, tables, bits, chunk, per_chunk, tables.words_b.shape[0])
+    values = row_blocks.argument_values(part, tables[:4], bits, chunk, per_chunk, tables.words_b.shape[0])
     argument = Product(*values, *(8 * n for n in blocks))
-    defines = defines_of(tables.words)
+    defines = defines_of(tables.words, tables.share)
     with on_device_of(qa):
         for name, x, n in (("a", qa, blocks[0]), ("b", qb, blocks[1])):
             kernel = nvrtc.kernel(SOURCE, f"stochastic_bits_{name}", defines, qa.device.index, 0)

@@ -110,6 +110,6 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
         words = bits.words_of(longest)
         waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), multiprocessors)
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / multiprocessors
-        padded = cdiv(inner, chunk) * 32 * cdiv(chunk * words, 32)
+        padded = cdiv(inner, chunk) * 32 * bits.stages_of_chunk(chunk, words, bits.share_of(longest))
         clocks[BITS] = waves * padded * _BITS_CLOCKS + expansion
     return clocks
