@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import fewbits
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch
@@ -61,3 +62,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         load_prompt(path, model)
     with pytest.raises(BadInput, match="cannot be written to"):
         save_prompt(tmp_path / "no" / "place", model, cache, ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_transformers_own_cache_is_saved_as_well(family: str, tmp_path: Path) -> None:
+    model, ids, path = tiny(family), tokens(1, 40), tmp_path / "prompt.safetensors"
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    save_prompt(path, model, cache, ids)
+    again, saved = load_prompt(path, model)
+    assert type(again) is DynamicCache and torch.equal(saved, ids)
+    text = torch.cat([ids, tokens(1, 3, seed=9)], dim=1)
+    words: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    wanted = model.generate(text, past_key_values=cache, **words)
+    assert torch.equal(model.generate(text, past_key_values=again, **words), wanted)

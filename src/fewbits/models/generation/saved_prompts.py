@@ -4,7 +4,8 @@
     cache, ids = load_prompt("system.safetensors", model)
     model.generate(torch.cat([ids, more], dim=1), past_key_values=cache)
 
-One safetensors file holds the tensors of every layer of a `PackedCache`, the prompt's tokens, and a print of
+One safetensors file holds the tensors of every layer of a `PackedCache` or of transformers' `DynamicCache`
+(from which ``generate`` goes on through decoding's kernels), the prompt's tokens, and a print of
 the model: names and shapes of its weights with a sample of the values of each, adapters included. A file of
 another model is refused, because its keys and values would be wrong without looking so. The file is written
 beside its place and renamed when it is whole.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.formats.kv_cache import get_kv_cache, kv_cache_to_config
@@ -36,7 +38,9 @@ _SAMPLE = 32  # values of each weight
 _IDS = "input_ids"
 
 
-def save_prompt(path: str | Path, model: nn.Module, cache: PackedCache, input_ids: Tensor) -> None:
+def save_prompt(
+    path: str | Path, model: nn.Module, cache: PackedCache | DynamicCache, input_ids: Tensor
+) -> None:
     """Write what a model made of a prompt.
 
     Args:
@@ -51,11 +55,10 @@ def save_prompt(path: str | Path, model: nn.Module, cache: PackedCache, input_id
     """
     from safetensors.torch import save_file
 
-    if not isinstance(cache, PackedCache):
+    if not isinstance(cache, PackedCache) and type(cache) is not DynamicCache:
         raise BadInput(
-            f"the cache is a {type(cache).__name__}, and only a PackedCache can be saved; fill one by"
-            " passing it as"
-            " past_key_values."
+            f"the cache is a {type(cache).__name__}, and only a PackedCache or a DynamicCache can be saved; "
+            "fill one by passing it as past_key_values."
         )
     if cache.get_seq_length() != input_ids.shape[-1] or input_ids.dim() != 2:
         raise BadInput(
@@ -66,7 +69,8 @@ def save_prompt(path: str | Path, model: nn.Module, cache: PackedCache, input_id
     for i, layer in enumerate(cache.layers):
         for name, tensor in _tensors(layer, i).items():
             tensors[name] = tensor.detach().contiguous().cpu().clone()
-    facts = {"kind": _KIND, "model": model_print(model), "cache": json.dumps(kv_cache_to_config(cache.kind))}
+    kind = kv_cache_to_config(cache.kind) if isinstance(cache, PackedCache) else None
+    facts = {"kind": _KIND, "model": model_print(model), "cache": json.dumps(kind)}
     path = Path(path)
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -84,8 +88,8 @@ def save_prompt(path: str | Path, model: nn.Module, cache: PackedCache, input_id
         ) from error
 
 
-def load_prompt(path: str | Path, model: nn.Module) -> tuple[PackedCache, Tensor]:
-    """The cache of a saved prompt, and its tokens (sequences, tokens), on the model's device.
+def load_prompt(path: str | Path, model: nn.Module) -> tuple[PackedCache | DynamicCache, Tensor]:
+    """The cache of a saved prompt, as it was, and its tokens (sequences, tokens), on the model's device.
 
     Raises:
         BadCheckpoint: no file, a damaged one, or one that is no saved prompt.
@@ -110,7 +114,8 @@ def load_prompt(path: str | Path, model: nn.Module) -> tuple[PackedCache, Tensor
             f"the prompt in {path} was read by another model, or with other adapters; save it with this one."
         )
     ids = tensors[_IDS]
-    cache = PackedCache(unwrap(model).config, get_kv_cache(json.loads(facts["cache"])))
+    config, kind = unwrap(model).config, json.loads(facts["cache"])
+    cache = DynamicCache(config=config) if kind is None else PackedCache(config, get_kv_cache(kind))
     for i, layer in enumerate(cache.layers):
         _put(layer, i, tensors, ids.shape[1])
     return cache, ids
