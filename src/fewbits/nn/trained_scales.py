@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.formats.base import Packed
+from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.nn.linear import QuantizedLinear
 
@@ -76,6 +77,7 @@ class _ScaledProduct(torch.autograd.Function):
         return x @ _scaled(packed.dequantize(torch.float32), factor).to(x.dtype).t()
 
     @staticmethod
+    @once_differentiable("a packed linear whose scales are trained")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, factor = ctx.saved_tensors
         needs_dx, *_ = ctx.needs_input_grad

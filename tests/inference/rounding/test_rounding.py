@@ -18,7 +18,7 @@ from fewbits.host.spec import spec_for
 from fewbits.inference.rounding.activations import LayerMoments, first_inputs, moments_of, output_of
 from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
-from fewbits.inference.rounding.grids import Grids
+from fewbits.inference.rounding.grids import Choice, Grids
 from tests.models.tiny import tiny
 
 NAMES = ("int4_g32", "int3_g64_zp", "int2_zp", "int8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "nf4", "fp4")
@@ -51,8 +51,8 @@ def test_codes_decode_to_the_values_that_were_chosen(name: str) -> None:
     blocks = weight.split(grids.size, dim=1)
     chosen = [grids.plain(block) for block in blocks]
     rounded = [grid.round(block) for grid, block in zip(chosen, blocks, strict=True)]
-    packed = grids.finish(torch.cat([codes for codes, _ in rounded], 1), chosen, torch.float32)
-    values = torch.cat([value for _, value in rounded], 1)
+    codes, values = (torch.cat(parts, 1) for parts in zip(*rounded, strict=True))
+    packed = grids.finish(Choice(codes=codes, grids=chosen, wanted=weight), torch.float32)
     torch.testing.assert_close(packed.dequantize(), values, rtol=1e-6, atol=1e-7)
     theirs = FORMATS[name].quantize(weight).dequantize()
     assert (values - theirs).abs().gt(1e-6).float().mean() < 0.01  # the plain grid is the format's own
