@@ -202,7 +202,11 @@ def test_tasks_go_to_lm_eval(run, models, monkeypatch):
     class TaskManager:
         all_tasks = ("easy",)
 
-    def simple_evaluate(model, tasks, limit):
+        def __init__(self, include_path):
+            seen["manager"] = self
+
+    def simple_evaluate(model, tasks, limit, task_manager):
+        assert task_manager is seen["manager"]
         seen["call"] = tasks, limit
         return {"results": {"easy": {"acc,none": 0.5, "alias": "easy"}}}
 
