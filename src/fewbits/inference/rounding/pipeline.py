@@ -227,6 +227,7 @@ class _Work:
                 cache.save(number, layer.state_dict(), self._numbers(name))
             else:
                 self._take(name, layer, *rounded)
+                layer.to(self.device)  # what was read from the disk
                 resumed += 1
             plain, hidden = outputs, [output_of(layer, x, words[name]) for x in hidden]
             self.drift.append(distance(hidden, plain))
