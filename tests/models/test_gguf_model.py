@@ -188,3 +188,17 @@ def test_a_file_that_was_opened_leaves_with_the_same_bytes(tmp_path: Path) -> No
     assert file.is_file()
     other = model.save_pretrained_gguf(tmp_path / "other", words, "q5_k_m")
     assert other.kept > 0 and len(other.rounded_again) == 15 - other.kept  # the Q6_K of both mixes are kept
+
+
+def test_longer_sequences_stretch_positions_as_those_of_a_folder(tmp_path):
+    file = export(tmp_path, "llama", "q8_0", max_position_embeddings=64)
+    plain, _ = FastLanguageModel.from_pretrained(str(file))
+    longer, words = FastLanguageModel.from_pretrained(str(file), max_seq_length=128)
+    folder, _ = FastLanguageModel.from_pretrained(str(tmp_path / "base"), max_seq_length=128)
+    assert longer.config.rope_parameters == folder.config.rope_parameters != plain.config.rope_parameters
+    assert longer.config.max_position_embeddings == words.model_max_length == 128
+    ours, theirs = (model.model.rotary_emb.inv_freq for model in (longer, folder))
+    assert torch.equal(ours, theirs) and torch.equal(2 * ours, plain.model.rotary_emb.inv_freq)
+    assert logits(longer, IDS).isfinite().all() and not torch.equal(logits(longer, IDS), logits(plain, IDS))
+    with pytest.raises(BadInput, match="stretched by"):
+        FastLanguageModel.from_pretrained(str(file), max_seq_length=64 * 1000)

@@ -28,6 +28,7 @@ from fewbits.formats import FORMATS
 from fewbits.formats.base import Packed
 from fewbits.formats.gguf_layouts import LAYOUTS, blocks_not_finite
 from fewbits.models.loading.in_memory import mark_loaded
+from fewbits.models.loading.longer_positions import check_stretched, stretch
 from fewbits.models.loading.options import Loading
 from fewbits.models.loading.placing import device_map_of, dtype_of
 from fewbits.models.packing.packed import put
@@ -49,7 +50,7 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
         loading: where to; a note goes there.
 
     Raises:
-        BadInput: there is no such file.
+        BadInput: there is no such file, or its positions cannot be stretched to ``loading.length``.
         BadCheckpoint: it is damaged, or lacks a tensor.
         NotFinite: a tensor holds a NaN or an infinity.
         Unsupported: a family, a type of block or a stretching of positions that is not read.
@@ -63,6 +64,7 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     config = AutoConfig.from_pretrained(**where, local_files_only=True)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     _restore_positions(config, reader, tensors)
+    loading.notes += filter(None, [stretch(config, loading.length, str(file))])
     architecture_of(config)
     device_map = device_map_of(loading.device_map)
     place = next(iter(device_map.values())) if isinstance(device_map, dict) else "cpu"
@@ -71,6 +73,7 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     chosen = getattr(torch, chosen) if isinstance(chosen, str) else chosen
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    check_stretched(config, model, str(file))
     tied = "output.weight" not in tensors
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for tensor in plan_tensors(config, shapes, "f16", head_is_tied=tied):
