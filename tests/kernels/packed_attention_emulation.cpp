@@ -42,7 +42,7 @@ inline void multiply_add_16(float *d, const u32 *a, u32 b0, u32 b1) {
 }
 inline void load_any(u32 *to, const void *at) { if ((size_t)at % 16) abort(); memcpy(to, at, 16); }
 #define shared_bytes ((u8 *)emulation::memory.data())
-template <int BYTES> inline void copy(u32 to, const void *from, bool there) {
+template <int BYTES, bool SHARED = false> inline void copy(u32 to, const void *from, bool there) {
     if ((size_t)from % BYTES) abort();
     emulation::own_copies().groups.back().push_back({to, from, there, BYTES});
 }

@@ -43,6 +43,7 @@ _MOST_SPLITS = 64  # clusters of one head, as in the source
 _WARPS = {False: 6, True: 4}  # of a block, by whether heads have more than 128 values
 _BLOCKS = 2  # at once on a multiprocessor
 _STAGES = 2  # tiles of a warp in shared memory
+_MUST_ASK = 48 * 1024 + 1  # bytes: with what the source has beside them, tiles of 40 KB need more than 48
 _ROOM = 16384  # tokens: for no more, all blocks of a head are one cluster
 _CLUSTER = 2  # blocks that are one otherwise: of larger clusters an H200 does not hold as many as fill it
 _FEW = 256  # packed tokens for each block of a cluster: more are worth several clusters
@@ -321,8 +322,9 @@ class PackedAttention:
             return self.out.copy_(packed_attention_ref(*self._operands))
         with on_device_of(self.out):
             device, cluster = self.out.device.index, self.cluster
+            most_bytes = max(self.shared_bytes, _MUST_ASK)
             kernel = nvrtc.kernel(
-                SOURCE, "packed_attention", self.defines, device, self.shared_bytes, cluster=cluster
+                SOURCE, "packed_attention", self.defines, device, most_bytes, cluster=cluster
             )
             size = (32 * self.warps, self.shared_bytes)
             nvrtc.launch(kernel, self.grid, *size, self.argument, early=self._early, cluster=cluster)

@@ -85,10 +85,11 @@ static __device__ __forceinline__ u32 pair_of_e4m3(u32 word, int i) {
     return out;
 }
 #endif
-// To shared memory, without waiting; zeros where ``there`` does not hold.
+// To shared memory, without waiting; zeros where ``there`` does not hold. SHARED: a neighbour is going to ask for the other half of
+// these 32 bytes, so that the first cache should keep them.
 extern __shared__ __align__(16) u8 shared_bytes[];
-template <int BYTES> static __device__ __forceinline__ void copy(u32 to, const void *from, bool there) {
-    if constexpr (BYTES == 16)
+template <int BYTES, bool SHARED = false> static __device__ __forceinline__ void copy(u32 to, const void *from, bool there) {
+    if constexpr (BYTES == 16 && !SHARED)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");

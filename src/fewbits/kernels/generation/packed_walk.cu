@@ -44,7 +44,7 @@ template <int N> struct Piece {
 template <int N> static __device__ __forceinline__ void ask_words(u32 to, const u8 *from, bool there) {
     typedef Piece<N> P;
 #pragma unroll
-    for (int j = 0; j < P::count; j++) copy<P::bytes>(to + (j * 32 + threadIdx.x % 32) * P::bytes, from + j * P::bytes, there);
+    for (int j = 0; j < P::count; j++) copy<P::bytes, (P::count > 1)>(to + (j * 32 + threadIdx.x % 32) * P::bytes, from + j * P::bytes, there);
 }
 template <int N> static __device__ __forceinline__ void read_words(u32 *to, u32 from) {
     typedef Piece<N> P;
