@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from fewbits.errors import BadInput
-from fewbits.kernels.product.pair_inputs import PairInputs, launch, pair_inputs, pair_inputs_ref
+from fewbits.kernels.product.pair_inputs import (
+    COMPILE_CASES,
+    PairInputs,
+    columns_at_once,
+    launch,
+    pair_inputs,
+    pair_inputs_ref,
+)
 
 SIZES = {"one has none": (3, 0, 70, 1), "all on one": (0, 0, 90), "few": (1, 2)}
 
@@ -69,6 +76,17 @@ def test_opcheck() -> None:
     pairs = problem((2, 0, 3), 4, 8, torch.float32, "cpu", 8)
     torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, tuple(pairs))
     torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, (*pairs[:3], None, 1.0, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [32, 64, 128, 256])
+def test_any_number_of_inner_values_fits_into_the_smallest_shared_memory(ranks: int) -> None:
+    pytest.importorskip("triton")
+    from tests.kernels.machine_code import build
+
+    of_ranks = [c for c in COMPILE_CASES if c.constants["BLOCK_R"] == ranks and c.constants["EVEN_K"]]
+    assert {c.constants["BLOCK_K"] for c in of_ranks} == {columns_at_once(ranks)}
+    assert all(build(case, 89).metadata.shared <= 99 * 1024 for case in of_ranks)
 
 
 @pytest.mark.gpu

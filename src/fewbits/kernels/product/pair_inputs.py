@@ -31,6 +31,7 @@ from fewbits.kernels.launch.prepared import start_kernel
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_RANK = 256  # of A: a program holds all inner values of its pairs
 _BLOCK_P, _BLOCK_K = 64, 128
+_FEW_VALUES = 32  # of a pair
 
 
 class PairInputs(NamedTuple):
@@ -105,12 +106,21 @@ def _pair_inputs_kernel(
     tl.store(beside, inner, mask=mask_p[:, None] & (offs_r < room)[None, :])
 
 
+def columns_at_once(block_r: int) -> int:
+    """Columns of x and A that a program reads at once: so many fit into 99 KiB of shared memory.
+
+    Three stages of 64 rows of x and ``block_r`` of A, in float32, with what A is rounded to: 72 to 96 KiB.
+    """
+    return _BLOCK_K if block_r <= _FEW_VALUES else min(_BLOCK_K // 2, 8192 // block_r)
+
+
 def launch(
-    o: PairInputs, wide: Tensor, inner: Tensor, *, block_p: int = _BLOCK_P, block_k: int = _BLOCK_K
+    o: PairInputs, wide: Tensor, inner: Tensor, *, block_p: int = _BLOCK_P, block_k: int | None = None
 ) -> None:
     """`pair_inputs_ref` into wide (P, K + room) and inner (P, r), contiguous; x has contiguous columns."""
     (E, r, K), P = o.a.shape, len(inner)
-    block_r, block_k = max(16, next_power_of_2(o.room)), min(block_k, max(16, next_power_of_2(K)))
+    block_r = max(16, next_power_of_2(o.room))
+    block_k = min(block_k or columns_at_once(block_r), max(16, next_power_of_2(K)))
     rows = o.ends if o.rows is None else o.rows
     with on_device_of(wide):
         start_kernel(
@@ -141,6 +151,16 @@ COMPILE_CASES = (
         _pair_inputs_kernel,
         {**_TYPES, "x_ptr": "*fp32", "wide_ptr": "*fp32", "inner_ptr": "*fp32"},
         {**_CONSTANTS, "EVEN_K": False},
+    ),
+    *(
+        CompileCase(
+            _pair_inputs_kernel,
+            {**_TYPES, **dict.fromkeys(("x_ptr", "wide_ptr", "inner_ptr"), kind)},
+            {**_CONSTANTS, "BLOCK_R": ranks, "BLOCK_K": columns_at_once(ranks)},
+            _ALIGNED,
+        )
+        for ranks in (64, 128, 256)
+        for kind in ("*fp32", "*bf16")
     ),
 )
 
