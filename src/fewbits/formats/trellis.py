@@ -37,10 +37,13 @@ _AT_ONCE = 2**22  # states of all blocks that are searched together
 
 
 def trellis_values(state_bits: int, device: torch.device | None = None) -> Tensor:
-    """What each state stands for: (2 ** state_bits,) float32."""
-    mixed = (torch.arange(2**state_bits, device=device) * _FACTOR + _TERM) % 2**32
+    """What each state stands for: (2 ** state_bits,) float32, computed on a CPU.
+
+    A GPU divides by a number by multiplying with its inverse, which rounds otherwise.
+    """
+    mixed = (torch.arange(2**state_bits) * _FACTOR + _TERM) % 2**32
     total = sum((mixed >> shift) & 255 for shift in (0, 8, 16, 24))
-    return (total - 510).float() / _DEVIATION  # type: ignore[union-attr]
+    return ((total - 510).float() / _DEVIATION).to(device)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +129,10 @@ class Trellis(BlockFormat):
         step = max(_AT_ONCE >> self.state_bits, 1)
         codes = torch.cat([self._path(part) for part in units.split(step)])
         values = trellis_values(self.state_bits, blocks.device)[self._states(codes)]
+        # In float64, so that the order of a device's sums does not show.
+        units, values = units.double(), values.double()
         fit = (units * values).sum(-1) / values.square().sum(-1).clamp_min(1e-12)
-        scales = (scales * fit).masked_fill(is_bad, torch.nan)
+        scales = (scales * fit.float()).masked_fill(is_bad, torch.nan)
         return codes.masked_fill(is_bad[:, None], 0), scales
 
     def _path(self, units: Tensor) -> Tensor:
@@ -155,8 +160,10 @@ class Trellis(BlockFormat):
         for i in range(n):
             # states (oldest code, kept bits) before become (kept bits, new code)
             total = cost[:, :, None] + (table - units[:, i, None, None]).square()
-            cost, oldest = total.view(B, choices, places).min(1)
-            back[i] = oldest.to(torch.uint8)
+            total = total.view(B, choices, places)
+            cost = total.amin(1)
+            # The first that is the least: of several, which one min() names depends on the device.
+            back[i] = (total == cost[:, None]).to(torch.uint8).argmax(1).to(torch.uint8)
         place = cost.argmin(1) if start is None else start
         codes = torch.empty(B, n, dtype=torch.uint8, device=units.device)
         for i in range(n - 1, -1, -1):
