@@ -108,7 +108,7 @@ def test_bad_operands_and_settings():
         product_error({}, OPTIONS)
     with pytest.raises(BadInput, match="scramble 'owen' is unknown"):
         settings_of(OPTIONS, (16,), ("owen",), (True,))
-    with pytest.raises(BadInput, match="fits streams of 8 bits"):
+    with pytest.raises(BadInput, match="300 is out of range: streams of 8 bits have at most 256 steps"):
         settings_of(OPTIONS, (300,), ("off",), (True, False))
     assert len(settings_of(OPTIONS, (128, 256), ("off",), (True, False))) == 3
 
@@ -258,7 +258,7 @@ def test_settings_of_an_arithmetic_stop_at_its_plan_and_keep_its_cells():
     planned = dataclasses.replace(OPTIONS, stoc_len=None, planned_len=64)
     lengths = [o.length for o in settings_of(planned, (16, 64, 128), ("off",), (True,))]
     assert lengths == [16, 64]
-    with pytest.raises(BadInput, match="fits streams of 8 bits planned for 64 steps; give shorter ones"):
+    with pytest.raises(BadInput, match="fits halved streams of 8 bits planned for 64 steps"):
         settings_of(planned, (100,), ("off",), (True,))
     cells = dataclasses.replace(OPTIONS, gate="and", or_group=4, scramble="cells")
     assert {o.scramble for o in settings_of(cells, (32,), ("bitrev", "off"), (True,))} == {"cells"}

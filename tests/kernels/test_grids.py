@@ -26,6 +26,8 @@ from fewbits.kernels.stochastic.row_blocks import fitting
 class Kernel:
     """In a kernel's place: notes its grids and starts nothing."""
 
+    arg_names = ()
+
     def __init__(self) -> None:
         self.grids: list[tuple[int, ...]] = []
 
