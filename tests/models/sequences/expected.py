@@ -129,7 +129,10 @@ class Watch:
         def called(forward: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             has_cache = kwargs.get("past_key_values") is not None
             others = {k: v for k, v in kwargs.items() if k == "output_attentions"}
-            reasons = expected(forward.layer, _number(forward), self.placed, has_cache, others)
+            begins = has_cache and _begins(forward, x, args, kwargs)
+            reasons = expected(forward.layer, _number(forward), self.placed, has_cache and not begins, others)
+            if begins and reasons:  # a prompt takes its own forward without a word
+                reasons = {OWN_FOR_CACHE}
             unasked = has_cache and not self.placed.cache_asked
             if unasked and (torch.is_grad_enabled() or forward.layer.training):
                 self._complain(f"layer {_number(forward)} fills a cache that nobody asked for")
@@ -173,6 +176,15 @@ class Watch:
         if self.problem:
             problem, self.problem = self.problem, ""
             raise Differs(problem)
+
+
+def _begins(forward: Any, x: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call reads a prompt x (B, S, H) into an empty cache, without gradients."""
+    mask = kwargs.get("attention_mask", args[0] if args else None)
+    whole = not isinstance(mask, torch.Tensor) or mask.shape[-1] == x.shape[1]
+    cache = kwargs["past_key_values"]
+    empty = whole and x.shape[1] > 1 and cache.get_seq_length(_number(forward)) == 0
+    return bool(empty) and not torch.is_grad_enabled()
 
 
 def _number(forward: Any) -> int:
