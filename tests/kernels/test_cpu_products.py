@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,24 @@ def test_against_the_definition(name: str, rows: int) -> None:
     assert y.shape == (1, rows, 48) and y.dtype == BF16
     # Scales, the product and the sum with the bias are rounded to 8 bits each.
     assert float((y[0].double() - exact).norm() / exact.norm()) < 3 * 2**-9
+
+
+@needs_vectors
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+def test_codes_and_rows_may_begin_anywhere(name: str) -> None:
+    """As those of a file that is mapped into memory do: torch's kernel for INT8 ends the process there."""
+    packed = get_format(name).quantize(torch.randn(48, 256, dtype=torch.float32))
+    codes = packed.codes.view(torch.uint8).reshape(-1)
+    elsewhere = torch.empty(codes.numel() + 8, dtype=torch.uint8)[8:].copy_(codes)
+    moved = replace(
+        packed, parts={**packed.parts, "codes": elsewhere.view_as(packed.codes.view(torch.uint8))}
+    )
+    moved.parts["codes"] = moved.parts["codes"].view(packed.codes.dtype)
+    x = torch.randn(5, 257, dtype=torch.float32).to(BF16)[:, :256].reshape(-1)
+    rows = torch.empty(x.numel() + 1, dtype=BF16)[1:].copy_(x).view(5, 256)
+    assert moved.codes.data_ptr() % 16 and rows.data_ptr() % 16
+    y, need = cpu_product(rows, moved), cpu_product(rows.clone(), packed)
+    assert y is not None and need is not None and torch.equal(y, need)
 
 
 @pytest.mark.parametrize(

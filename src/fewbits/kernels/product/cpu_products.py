@@ -8,7 +8,9 @@ and 0.2 ms. They take scales in bfloat16, whose rounding is that of a decoded we
 
 torch reads beyond the end of sides that are no multiple of its vectors, and computes other dtypes one value
 at a time: such products, and CPUs without vectors, keep the definition. INT4's codes are kept a second time,
-in the order in which torch reads them, half a byte a weight.
+in the order in which torch reads them, half a byte a weight. INT8's kernel ends the process where codes or x
+do not begin at a multiple of its vectors, as tensors of a file do that is mapped into memory: codes of that
+kind are kept a second time too, and such an x is copied.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from fewbits.formats.tables import lookup_nibbles
 
 MOST_ROWS = 128  # beyond them decoding once, for the library, is as fast
 _GROUPS = (128, 64, 32)
+_ALIGNMENT = 64  # bytes: what torch allocates begins at a multiple of them
 _SIDE = {8: (1, 32), 4: (16, 32)}  # what N and K are multiples of, by the bits
 
 
@@ -48,7 +51,7 @@ def cpu_product(x: Tensor, packed: Packed) -> Tensor | None:
     copy = _copy_of(packed)
     x = x.contiguous()
     if _coding_of(packed).bits == 8:
-        y: Tensor = torch._weight_int8pack_mm(x, copy.codes, copy.scales)
+        y: Tensor = torch._weight_int8pack_mm(_aligned(x), copy.codes, copy.scales)
         return y
     return torch._weight_int4pack_mm_for_cpu(x, copy.codes, packed.shape[1] // len(copy.scales), copy.scales)
 
@@ -94,10 +97,14 @@ def _copy_of(packed: Packed) -> _Copy:
     return copy
 
 
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
 def _as_torch_reads(codes: Tensor, scales: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     coding = _coding_of(packed)
     if coding.bits == 8:
-        return codes.contiguous(), scales.reshape(-1).bfloat16()
+        return _aligned(codes.contiguous()), scales.reshape(-1).bfloat16()
     rows, inner = packed.shape
     group = _group(coding, inner)
     numbers = lookup_nibbles(codes.reshape(-1), INT4_VALUES).view(rows, inner).to(torch.int32) + 8
