@@ -85,6 +85,19 @@ def test_a_weight_that_was_changed_is_read_anew() -> None:
 
 
 @needs_vectors
+@needs_vectors
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+def test_scales_that_were_changed_are_read_anew(name: str) -> None:
+    packed, x = (
+        get_format(name).quantize(torch.randn(32, 64, dtype=torch.float32)),
+        torch.ones(2, 64, dtype=BF16),
+    )
+    before = cpu_product(x, packed)
+    packed.parts["scales"].mul_(2)
+    after = cpu_product(x, packed)
+    assert before is not None and after is not None and torch.equal(after, 2 * before)
+
+
 def test_gradients_take_the_definition() -> None:
     packed = get_format("int8").quantize(torch.randn(16, 64, dtype=torch.float32))
     x = torch.randn(2, 64, dtype=torch.float32).to(BF16).requires_grad_()

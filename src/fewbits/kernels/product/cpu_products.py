@@ -34,9 +34,9 @@ _SIDE = {8: (1, 32), 4: (16, 32)}  # what N and K are multiples of, by the bits
 
 @dataclass(frozen=True)
 class _Copy:
-    """What torch reads: INT4's codes in its order, the scales; and of which codes they are."""
+    """What torch reads: INT4's codes in its order, the scales; and of which codes and scales they are."""
 
-    version: tuple[int, int]
+    version: tuple[int, ...]
     codes: Tensor
     scales: Tensor
 
@@ -89,12 +89,16 @@ def _group(coding: Any, inner: int) -> int:
 
 def _copy_of(packed: Packed) -> _Copy:
     codes, scales = packed.codes, packed.parts["scales"]
-    version = (codes.data_ptr(), -1 if codes.is_inference() else codes._version)
+    version = (*_version(codes), *_version(scales))
     copy = _COPIES.get(codes)
     if copy is None or copy.version != version:
         copy = _Copy(version, *_as_torch_reads(codes.detach(), scales.detach().float(), packed))
         _COPIES[codes] = copy
     return copy
+
+
+def _version(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), -1 if x.is_inference() else x._version
 
 
 def _aligned(x: Tensor) -> Tensor:
