@@ -184,7 +184,12 @@ def _into(qkv: Tensor, out: Tensor, o: Operands) -> None:
     first = 0
     for i, y in enumerate(qkv_epilogue_ref(qkv, o)):
         width = o.heads[i] * o.D
-        (q_k if i < 2 else qkv)[:, first : first + width] = y.transpose(1, 2).reshape(-1, width)
+        target, value = (
+            (q_k if i < 2 else qkv)[:, first : first + width],
+            y.transpose(1, 2).reshape(-1, width),
+        )
+        if value.data_ptr() != target.data_ptr():  # else, in one row, it is what stands there already
+            target.copy_(value)
         first += width
 
 
