@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class Fusion:
         guards: the hooks that refuse copies of the modules.
         pass_scales: finds the float8 scales of weights that train.
         trl_head: answers what TRL's trainers ask of the output head.
+        for_inference: whether passes outside of training mode fill a KV cache, gradients or not.
     """
 
     receipt: Receipt
@@ -62,6 +64,7 @@ class Fusion:
     guards: list[RemovableHandle] = field(default_factory=list)
     pass_scales: PassScales | None = None
     trl_head: TrlHead | None = None
+    for_inference: bool = False
 
     def begin_layer(self, forward: FusedForward, device: torch.device) -> None:
         """Have the scales of weights that train found for all layers at once, where a pass begins."""
@@ -235,10 +238,12 @@ def fuse(
     for name in layer_names(model, spec):
         _fuse_layer(name, model.get_submodule(name), proofs, fusion)
     fusion.receipt.notes.extend(proofs.notes())
-    fusion.guards.append(decoder_of(model).register_forward_pre_hook(_no_cache, with_kwargs=True))
+    fusion.guards.append(
+        decoder_of(model).register_forward_pre_hook(partial(_no_cache, fusion), with_kwargs=True)
+    )
     fusion.receipt.notes.append(
         "forward() with gradients, or in training mode, keeps no KV cache unless it is called with "
-        "use_cache=True, as generate() does"
+        "use_cache=True, as generate() does; in evaluation mode after for_inference it keeps one"
     )
     fusion.receipt.notes.extend(use_attention(model).notes)
     if loss:
@@ -392,13 +397,14 @@ def _refuse_copies(module: nn.Module, _: Any) -> None:
         )
 
 
-def _no_cache(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _no_cache(fusion: Fusion, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """A forward pre-hook: without a word from the caller, passes that train fill no KV cache.
 
     Transformers fills one there too wherever the configuration says so, which is its default, and what
     inference sets it to; the layers would then take their own forward.
     """
     needs_cache = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
-    if needs_cache or not (torch.is_grad_enabled() or decoder.training):
+    trains = decoder.training or (torch.is_grad_enabled() and not fusion.for_inference)
+    if needs_cache or not trains:
         return None
     return args, {**kwargs, "use_cache": False}
