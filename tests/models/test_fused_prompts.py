@@ -124,3 +124,24 @@ def test_a_model_made_ready_to_generate_is_fused_on_a_gpu(monkeypatch: pytest.Mo
     assert len(set(model.fewbits_notes)) == len(model.fewbits_notes)
     fewbits.restore(model)
     assert fusion_of(model) is None
+
+
+def test_a_loop_of_ones_own_goes_on_behind_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After for_inference, with gradients left on: the cache is there, as the configuration says."""
+    monkeypatch.setattr(fast, "_is_on_gpu", lambda model: True)
+    model, ids, more = tiny("llama"), tokens(1, 12), tokens(1, 2, seed=4)
+    whole = model(torch.cat([ids, more], dim=1)).logits[:, -2:]
+    FastLanguageModel.for_inference(model)
+    assert fusion_of(model) is not None
+    cache = model(ids).past_key_values
+    torch.testing.assert_close(model(more, past_key_values=cache).logits, whole, rtol=1e-5, atol=1e-5)
+    FastLanguageModel.for_training(model)
+    assert model.eval()(ids).past_key_values is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_text_of_one_token(family: str) -> None:
+    model, ids = tiny(family), tokens(1, 1)
+    need = model(ids).logits
+    fewbits.fuse(model)
+    torch.testing.assert_close(model(ids).logits, need, rtol=1e-5, atol=1e-5)

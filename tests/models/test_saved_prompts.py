@@ -77,3 +77,17 @@ def test_transformers_own_cache_is_saved_as_well(family: str, tmp_path: Path) ->
     words: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     wanted = model.generate(text, past_key_values=cache, **words)
     assert torch.equal(model.generate(text, past_key_values=again, **words), wanted)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_layers_come_back_as_they_were_beside_a_window(with_config: bool, tmp_path: Path) -> None:
+    """Without a configuration transformers' cache keeps all tokens of layers that see a window of them."""
+    model, ids, more = tiny("mistral"), tokens(1, 40), tokens(1, 12, seed=5)
+    cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        save_prompt(tmp_path / "prompt", model, cache, ids)
+        loaded, _ = load_prompt(tmp_path / "prompt", model)
+        assert [type(a) for a in loaded.layers] == [type(a) for a in cache.layers]
+        whole = model(torch.cat([ids, more], dim=1)).logits[:, 40:]
+        torch.testing.assert_close(model(more, past_key_values=loaded).logits, whole, rtol=1e-4, atol=1e-4)

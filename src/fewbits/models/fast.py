@@ -226,6 +226,7 @@ class FastLanguageModel:
         model.config.use_cache = True
         said = notes_of(model)
         add_notes(model, [note for note in _fused_on_gpu(model) if note not in said])
+        _keep_caches(model, True)
         return model.eval()
 
     @staticmethod
@@ -239,6 +240,7 @@ class FastLanguageModel:
         if choice is None:
             choice = chosen(model)
         recompute_as(model, True if choice is None else choice)
+        _keep_caches(model, False)
         if not fused_layers(model):
             model.config.use_cache = keep_for(True if choice is None else choice).mlp
         return model.train()
@@ -283,6 +285,13 @@ def _dropout_of(model: Any) -> str:
 
 def _is_on_gpu(model: nn.Module) -> bool:
     return all(p.device.type == "cuda" for p in model.parameters())
+
+
+def _keep_caches(model: nn.Module, keep: bool) -> None:
+    """Whether fused layers in evaluation mode fill the KV cache that a loop of one's own goes on with."""
+    fusion = fusion_of(model)
+    if fusion is not None:
+        fusion.for_inference = keep
 
 
 def _fused_on_gpu(model: nn.Module) -> list[str]:

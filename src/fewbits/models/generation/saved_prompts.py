@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.formats.kv_cache import get_kv_cache, kv_cache_to_config
@@ -70,7 +70,13 @@ def save_prompt(
         for name, tensor in _tensors(layer, i).items():
             tensors[name] = tensor.detach().contiguous().cpu().clone()
     kind = kv_cache_to_config(cache.kind) if isinstance(cache, PackedCache) else None
-    facts = {"kind": _KIND, "model": model_print(model), "cache": json.dumps(kind)}
+    layers = [type(layer).__name__ for layer in cache.layers]
+    facts = {
+        "kind": _KIND,
+        "model": model_print(model),
+        "cache": json.dumps(kind),
+        "layers": json.dumps(layers),
+    }
     path = Path(path)
     try:
         handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -115,10 +121,20 @@ def load_prompt(path: str | Path, model: nn.Module) -> tuple[PackedCache | Dynam
         )
     ids = tensors[_IDS]
     config, kind = unwrap(model).config, json.loads(facts["cache"])
-    cache = DynamicCache(config=config) if kind is None else PackedCache(config, get_kv_cache(kind))
+    cache = _dynamic(config, facts) if kind is None else PackedCache(config, get_kv_cache(kind))
     for i, layer in enumerate(cache.layers):
         _put(layer, i, tensors, ids.shape[1])
     return cache, ids
+
+
+def _dynamic(config: Any, facts: dict[str, str]) -> DynamicCache:
+    """An empty cache with layers of the kinds that were saved: without a config none has a window."""
+    cache = DynamicCache(config=config)
+    layers = json.loads(facts.get("layers", "null"))
+    if layers is not None and all(name == DynamicLayer.__name__ for name in layers):
+        cache = DynamicCache()
+        cache.layers.extend(DynamicLayer() for _ in layers)
+    return cache
 
 
 @torch.no_grad()
