@@ -127,3 +127,31 @@ def test_what_cannot_be_recovered_is_refused(folders: Path, tmp_path: Path) -> N
     with pytest.raises(BadInput, match="has 50 tokens, and calibration needs 64"):
         recover_checkpoint(folders / "base", folders / "mxfp4", tmp_path / "out", few, minutes=1.0, length=32)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_step_that_is_not_finite_is_left_out(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = recovery._Learner.loss, 0
+
+    def sometimes_nan(learner: recovery._Learner, windows: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        loss = real(learner, windows)
+        return loss * torch.nan if torch.is_grad_enabled() and calls == 3 else loss
+
+    monkeypatch.setattr(recovery._Learner, "loss", sometimes_nan)
+    result = recover(folders, tmp_path / "out")
+    assert result.steps == 6 and result.after < result.before
+
+
+def test_linears_that_round_their_input_keep_their_scales(folders: Path, tmp_path: Path) -> None:
+    """What is measured is the model that is written."""
+    linear = {"weight": "int4_g32", "activation": "int8"}
+    quantize_checkpoint(folders / "base", tmp_path / "rounded", {"name": "both", "linear": linear})
+    options = {"minutes": 0.1, "length": 32}
+    recover_checkpoint(
+        folders / "base", tmp_path / "rounded", tmp_path / "out", folders / "rows.jsonl", **options
+    )
+    before, after = (FastLanguageModel.from_pretrained(tmp_path / f)[0] for f in ("rounded", "out"))
+    assert same(packed_state(before), packed_state(after))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.inference.rounding.kept_work import KeptWork, fingerprint
+from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.folders.checkpoint import inspect_folder
 from fewbits.models.folders.one_writer import one_writer
@@ -128,7 +129,7 @@ def recover_checkpoint(
         before = work.divergence()
         work.run(60.0 * minutes, kept_work, progress)
         after = work.divergence()
-        if after >= before:
+        if not after < before:  # NaN is no gain
             work.take(work.first)
         work.finish()
         with whole_folder(target, overwrite=overwrite, protected=[source, rounded]) as folder:
@@ -141,7 +142,7 @@ def recover_checkpoint(
         steps=work.steps,
         seconds=work.seconds,
         before=before,
-        after=min(before, after),
+        after=after if after < before else before,
         trained=sum(p.numel() for p in work.trained.values()),
         tokens=windows.numel(),
     )
@@ -175,7 +176,10 @@ class _Learner:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         self.trained: dict[str, nn.Parameter] = {}
-        linears = [(n, m) for n, m in model.named_modules() if isinstance(m, QuantizedLinear)]
+        # A linear that rounds its input too, or computes otherwise, is not what TrainedScales computes.
+        linears = [
+            (n, m) for n, m in model.named_modules() if type(m) is QuantizedLinear and m.operands == PLAIN
+        ]
         self.packed_names = [n for n, m in linears if has_free_scales(m.packed)]
         for name in self.packed_names:
             layer = TrainedScales(model.get_submodule(name))
@@ -228,13 +232,15 @@ class _Learner:
             picked = torch.randint(len(self.windows), (batch,), generator=self.order)
             loss = self.loss(self.windows[picked.to(self.windows.device)])
             gradients = torch.autograd.grad(loss, list(self.trained.values()))
+            is_finite = all(bool(gradient.isfinite().all()) for gradient in (loss, *gradients))
             rate = _RATE * 0.5 * (1 + math.cos(math.pi * self.seconds / limit))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * min(1.0, (self.steps + 1) / 10)
             for master, gradient in zip(self.masters.values(), gradients, strict=True):
                 master.grad = gradient.float()
-            self.optimizer.step()
-            self.take(self.masters)
+            if is_finite:  # else the step is left out: one NaN would stay in everything
+                self.optimizer.step()
+                self.take(self.masters)
             self.steps, self.seconds = self.steps + 1, self.seconds + time.perf_counter() - begin
             if self.seconds - written > _KEEP_S:
                 self._keep(cache)
