@@ -85,11 +85,12 @@ def run_page(path: Path, names: dict[str, Any], first: int | None = None) -> int
 
 
 def with_few_steps(words: list[str]) -> list[str]:
-    """A page's run may be as long as a reader's would be; what it says and writes, eight steps show."""
+    """A page's run may be as long as a reader's would be; eight steps or a second show what it says."""
     few = words.copy()
-    if "--max-steps" in few:
-        place = few.index("--max-steps") + 1
-        few[place] = min(few[place], "8", key=int)
+    for option, most in (("--max-steps", "8"), ("--recover", "0.02")):
+        if option in few:
+            place = few.index(option) + 1
+            few[place] = min(few[place], most, key=float)
     return few
 
 

@@ -173,7 +173,7 @@ def with_chats(folder: Path) -> dict[str, Any]:
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
     use(saved(Path("narrow"), "llama", byte_tokenizer(), max_position_embeddings=2048, **sizes))
-    lines("rows.jsonl", _CHATS * 2)
+    lines("rows.jsonl", _CHATS * 3)
     return {}
 
 
