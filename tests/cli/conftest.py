@@ -69,3 +69,17 @@ def launched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
         return result, capsys.readouterr().err
 
     return launch
+
+
+@pytest.fixture(scope="module")
+def model(shared: Path) -> Path:
+    """A small real model's folder; a file of tests may have one of its own."""
+    return shared / "data/models/stories260k"
+
+
+@pytest.fixture(scope="module")
+def text(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The beginning of a real text."""
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text((shared / "data/text/tinystories_val.txt").read_text()[:3000])
+    return path

@@ -12,18 +12,6 @@ from fewbits.recipes.stochastic_config import read_config
 
 
 @pytest.fixture(scope="module")
-def model(shared):
-    return shared / "data/models/stories260k"
-
-
-@pytest.fixture(scope="module")
-def text(shared, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "story.txt"
-    path.write_text((shared / "data/text/tinystories_val.txt").read_text()[:3000])
-    return path
-
-
-@pytest.fixture(scope="module")
 def operands(tmp_path_factory):
     path = tmp_path_factory.mktemp("operands") / "ab.safetensors"
     save_file({"a": torch.randn(6, 40), "b": torch.randn(4, 40)}, path)

@@ -8,18 +8,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
-def model(shared):
-    return shared / "data/models/stories260k"
-
-
-@pytest.fixture(scope="module")
-def text(shared, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "story.txt"
-    path.write_text((shared / "data/text/tinystories_val.txt").read_text()[:3000])
-    return path
-
-
 def test_a_model_of_other_weights_that_computes_the_same(run, model, tmp_path):
     from transformers import AutoModelForCausalLM
 
