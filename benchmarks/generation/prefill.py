@@ -4,9 +4,9 @@
 
 Random weights. Numbers first: a prompt in chunks gives the logits of the whole one up to rounding, and
 products in FP8 those of 16 bits up to theirs. Then, for each recipe, over transformers' own layers and over
-fused ones (``fewbits.fuse``): the model's forward alone (the last token's logits), and ``model.generate`` for
-one token, which takes the prompt into the step's cache as well. The long prompt goes through
-``model.generate`` as any other.
+fused ones (``fewbits.fuse``, then ``for_inference``): the forward alone (the last token's logits), and
+``model.generate`` for one token, which takes the prompt into the step's cache as well. The long prompt goes
+through ``model.generate`` as any other.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def measure(stages: Stages, recipe: str, options: argparse.Namespace) -> None:
     def fused() -> None:
         before = read(model, ids)
         fewbits.fuse(model)
+        fewbits.FastLanguageModel.for_inference(model)  # float8 values of weights may stay
         stages.tell(
             f"{recipe}: logits of fused layers beside the plain ones",
             f"{apart(read(model, ids), before):.2g}",

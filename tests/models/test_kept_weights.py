@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_another_weight_has_other_values() -> None:
 
 
 def test_weights_that_change_are_not_kept() -> None:
-    """They train, or FSDP2 gathers them, or the call is of inference, whose tensors no graph may hold."""
+    """They train, or FSDP2 gathers them."""
     ids = tokens(2, 20)
     model = adapted("llama", None, lora=None)
     fuse(model, keep=KEEP_EVERYTHING)
@@ -100,13 +101,27 @@ def test_weights_that_change_are_not_kept() -> None:
     assert held(model) == 0
     model = adapted("llama")
     fuse(model, keep=KEEP_EVERYTHING)
-    with torch.inference_mode():
-        model(input_ids=ids, use_cache=False)
-    assert held(model) == 0
     for layer in fused_layers(model):
         layer.layer._is_fsdp_managed_module = True
     loss_and_gradients(model, ids)
     assert held(model) == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
+def test_a_first_pass_of_inference_mode(recipe: Recipe, decoded: list[tuple[int, ...]]) -> None:
+    """Its tensors no graph may hold; what it leaves is none of them."""
+    model, ids = adapted("llama", recipe, lora=None), tokens(2, 20)
+    fuse(model, keep=KEEP_EVERYTHING)
+    with torch.inference_mode():
+        model(input_ids=ids, use_cache=False)
+    assert held(model) > 0 and decoded
+    model = get_peft_model(model, LORA).train()
+    plain = copy.deepcopy(model)
+    assert held(plain) == 0
+    loss, gradients = loss_and_gradients(model, ids)
+    need = loss_and_gradients(plain, ids)
+    assert torch.equal(loss, need[0])
+    assert gradients and all(torch.equal(gradients[name], need[1][name]) for name in need[1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)

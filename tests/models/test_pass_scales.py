@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fewbits.decoder import parts as fused_parts
+from fewbits.decoder import pass_scales
 from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.decoder.keep import KEEP_ACTIVATIONS
 from fewbits.decoder.products import Float8Projection
@@ -23,8 +24,8 @@ FULL = Recipe(name="float8", linear=Rule(weight_operand=E4M3, activation=E4M3_RO
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """What the two ways of finding scales were asked for."""
     calls: dict[str, list[Any]] = {"at once": [], "alone": []}
-    at_once, alone = fused_parts.scales_of, fused_parts.scale_of
-    monkeypatch.setattr(fused_parts, "scales_of", lambda g: calls["at once"].append(len(g)) or at_once(g))
+    at_once, alone = pass_scales.scales_of, fused_parts.scale_of
+    monkeypatch.setattr(pass_scales, "scales_of", lambda g: calls["at once"].append(len(g)) or at_once(g))
     monkeypatch.setattr(fused_parts, "scale_of", lambda w: calls["alone"].append(len(w)) or alone(w))
     return calls
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from fewbits.decoder.keep import KEEP_NONE, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.decoder.prompt_cache import begins_a_cache
+from fewbits.decoder.prompt_weights import PromptWeights
 from fewbits.errors import NotFused, Unsupported
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part, take_part
@@ -30,7 +31,8 @@ from fewbits.host.unwrap import unwrap
 from fewbits.host.walks import lengthen_walks, shorten_walks
 
 if TYPE_CHECKING:  # they define kernels, which takes a fifth of a second: `fuse` imports them
-    from fewbits.decoder.parts import LayerParts, PassScales
+    from fewbits.decoder.parts import LayerParts
+    from fewbits.decoder.pass_scales import PassScales
     from fewbits.decoder.proof import Proofs
     from fewbits.decoder.scales import DelayedScales, Slot
     from fewbits.decoder.trl_head import TrlHead
@@ -52,6 +54,7 @@ class Fusion:
         pass_scales: finds the float8 scales of weights that train.
         trl_head: answers what TRL's trainers ask of the output head.
         for_inference: whether passes outside of training mode fill a KV cache, gradients or not.
+        prompt_weights: float8 values of weights that stay from prompt to prompt then.
     """
 
     receipt: Receipt
@@ -65,15 +68,29 @@ class Fusion:
     pass_scales: PassScales | None = None
     trl_head: TrlHead | None = None
     for_inference: bool = False
+    prompt_weights: PromptWeights = field(default_factory=PromptWeights)
 
     def begin_layer(self, forward: FusedForward, device: torch.device) -> None:
-        """Have the scales of weights that train found for all layers at once, where a pass begins."""
+        """Have the scales of weights that train found for all layers at once, where a pass begins.
+
+        A pass without gradients decides which float8 values stay while the model generates.
+        """
         if self.pass_scales is None:
-            from fewbits.decoder.parts import PassScales
+            from fewbits.decoder.pass_scales import PassScales
 
             self.pass_scales = PassScales()
         parts = [f.parts for f in self.layers]
+        if forward.layer.training and torch.is_grad_enabled():
+            self.prompt_weights.let_go(parts, self.receipt)
+        elif self.for_inference and self.prompt_weights.stay is None and not torch.is_grad_enabled():
+            self.prompt_weights.decide(parts, self.receipt)
         self.pass_scales.before(self.layers.index(forward), parts, device)
+
+    def is_for_inference(self, is_so: bool) -> None:
+        """Set `for_inference`; a model that trains again lets go of what stayed for its prompts."""
+        self.for_inference = is_so
+        if not is_so:
+            self.prompt_weights.let_go([f.parts for f in self.layers], self.receipt)
 
     def new_scales(self, count: int, device: torch.device) -> DelayedScales:
         """Scales of ``count`` tensors on a device that has none yet."""
@@ -330,6 +347,18 @@ def fused_layers(model: nn.Module) -> list[FusedForward]:
     """The fused layers in order, each with its ``keep``; empty if the model is not fused."""
     fusion = fusion_of(model)
     return [] if fusion is None else fusion.layers
+
+
+def free_prompt_weights(model: nn.Module, why: str) -> bool:
+    """Free float8 values of weights that stay from prompt to prompt, until the model has trained again.
+
+    Returns:
+        Whether there were any; the receipt then says that they are made for each prompt anew, for ``why``.
+    """
+    fusion = fusion_of(model)
+    if fusion is None:
+        return False
+    return fusion.prompt_weights.let_go([f.parts for f in fusion.layers], fusion.receipt, why)
 
 
 def forget_weights(model: nn.Module) -> None:

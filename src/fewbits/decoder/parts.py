@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from fewbits.decoder.products import (
 from fewbits.decoder.projection import Branch, Part, Projection, RoundedPart, write_adapters
 from fewbits.decoder.prompt_cache import filling
 from fewbits.decoder.scales import Slot
-from fewbits.decoder.weight_scales import WeightScale, scale_of, scales_of
+from fewbits.decoder.weight_scales import WeightScale, scale_of
 from fewbits.errors import NotFused
 from fewbits.families.shapes import field_of
 from fewbits.families.spec import Attention, ModelSpec
@@ -67,10 +67,11 @@ class LayerParts:
         self._scales: dict[tuple[str, ...], tuple[Any, WeightScale]] = {}
         self._decoded: dict[tuple[str, ...], tuple[Any, CachedValues]] = {}
         self.found: dict[tuple[str, ...], tuple[list[Any], WeightScale]] = {}  # see `PassScales`
+        self.float8_stays = False  # see `PromptWeights`
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy: what was kept is of the weights of this layer, and the copy has its own."""
-        return {**vars(self), "_scales": {}, "_decoded": {}, "found": {}}
+        return {**vars(self), "_scales": {}, "_decoded": {}, "found": {}, "float8_stays": False}
 
     def run(
         self,
@@ -223,7 +224,8 @@ class LayerParts:
         rounded = tuple(part for part in parts if isinstance(part, RoundedPart))
         if rounded and len(rounded) < len(parts):
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
-        values_kept = self._values(paths, parts) if keep.weights else None
+        stays = self.float8_stays and operands == {FLOAT8} and not torch.is_grad_enabled()
+        values_kept = self._values(paths, parts) if keep.weights or stays else None
         if rounded:
             return RoundedProjection(rounded)
         if operands == {PLAIN}:
@@ -249,6 +251,19 @@ class LayerParts:
                 except NotFused as reason:
                     return str(reason)
         return None
+
+    def float8_values(self, stay: bool) -> None:
+        """Have float8 values of frozen weights stay from prompt to prompt, or let go of them."""
+        self.float8_stays = stay
+        if not stay:
+            self._decoded.clear()
+
+    def float8_weights(self) -> list[tuple[torch.device, int]]:
+        """Device and number of values of each weight that float8 products take."""
+        modules = [self.layer.get_submodule(path) for paths in self.spec.products for path in paths]
+        bases: list[Any] = [getattr(module, "base_layer", module) for module in modules]
+        float8 = [base for base in bases if getattr(base, "operands", None) == FLOAT8]
+        return [(next(base.parameters()).device, base.in_features * base.out_features) for base in float8]
 
     def _paired(self, parts: tuple[Part, ...], keep: Keep) -> PairedValues | None:
         """A place for the transposed float8 weights, where all is kept and every weight is made anew anyway.
@@ -327,42 +342,6 @@ class LayerParts:
                 if here and any(w.requires_grad for w in weights):
                     products.append((paths, weights))
         return products
-
-
-class PassScales:
-    """The float8 scales of all weights that train, found at once when a pass over the layers begins.
-
-    A layer takes its own once, and only if the layers before it have just run. Called in any other order (one
-    by itself, or in a backward pass that computes it again) it finds them at that moment: scales of an
-    earlier pass would be those of other weights.
-    """
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def before(self, number: int, layers: Sequence[LayerParts], device: torch.device) -> None:
-        """The layer of this number is about to run."""
-        if number == 0:
-            self._begin(layers, device)
-        elif number != self._next:
-            _forget(layers)
-        self._next = number + 1
-
-    @torch.no_grad()
-    def _begin(self, layers: Sequence[LayerParts], device: torch.device) -> None:
-        _forget(layers)
-        if not layers[0].trained(device) and not layers[-1].trained(device):
-            return  # nothing trains but adapters
-        products = [(parts, *product) for parts in layers for product in parts.trained(device)]
-        for (parts, paths, weights), scale in zip(
-            products, scales_of([w for *_, w in products]), strict=True
-        ):
-            parts.found[paths] = weights, scale
-
-
-def _forget(layers: Sequence[LayerParts]) -> None:
-    for parts in layers:
-        parts.found.clear()
 
 
 def _stored(weights: Iterable[Any]) -> list[Tensor]:

@@ -27,6 +27,7 @@ transpose in one pass over the weight and leaves the transpose for the backward 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,6 +45,7 @@ from fewbits.kernels.decoder.gated_activation_triton import MAX_RANK, LowRank
 from fewbits.kernels.decoder.low_rank_add import low_rank_add_
 from fewbits.kernels.product.fake_quantize import fake_quantize, fake_quantize_lora
 from fewbits.kernels.product.matmul_float8 import float8_linear, float8_weight, float8_weight_pair
+from fewbits.nn.lasting import lasting_tensors
 
 Make = Callable[[int], Tensor]  # values of a weight, with this many more rows than it has
 
@@ -72,12 +74,12 @@ class CachedValues(FreshValues):
 
         Too few rows has what was made without adapters, or for smaller ranks.
         """
-        if torch.is_inference_mode_enabled():
-            return make(0)
         if key in self._values and self._values[key].shape[0] < rows:
             del self._values[key]  # first, for two of them would need twice the memory
         if key not in self._values:
-            self._values[key] = make(room)
+            # A graph may hold them later, also where this pass is one of inference mode.
+            with lasting_tensors() if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+                self._values[key] = make(room)
         return self._values[key]
 
 

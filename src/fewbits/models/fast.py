@@ -291,7 +291,7 @@ def _keep_caches(model: nn.Module, keep: bool) -> None:
     """Whether fused layers in evaluation mode fill the KV cache that a loop of one's own goes on with."""
     fusion = fusion_of(model)
     if fusion is not None:
-        fusion.for_inference = keep
+        fusion.is_for_inference(keep)
 
 
 def _fused_on_gpu(model: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fewbits.decoder.fuse import free_prompt_weights
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
@@ -365,6 +366,8 @@ def _new_step(
                 return DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=sorted({*rows}))
         except torch.OutOfMemoryError as error:
             full = error
+    if free_prompt_weights(model, "keys and values take the memory"):
+        return _new_step(model, batch, rooms, kind, rows)
     raise Unsupported(f"there is no memory for the keys and values of {rooms[-1]:,} tokens.") from full
 
 
