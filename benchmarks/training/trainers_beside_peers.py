@@ -1,0 +1,489 @@
+"""TRL's SFT, DPO and GRPO over fewbits, over plain PEFT + bitsandbytes and over Unsloth; `fewbits train` too.
+
+    python benchmarks/training/trainers_beside_peers.py dpo_fewbits,dpo_plain,dpo_unsloth --limit 150
+
+Each stage is a process of its own; all start at once, import, then take the GPU in turn. A stage is called
+WHAT_WHO. WHAT: ``sft`` (4 rows of 2,048 tokens of the Llama-3.1-8B shape, SFTConfig's defaults where the
+model was told to recompute nothing), ``dpo`` (4 pairs of at most 1,024 tokens) and ``grpo`` (8 prompts, 8
+answers each of 128 tokens) of the Qwen3-1.7B shape; ``dpo8`` and ``grpo8`` of the 8B shape. WHO:
+``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``plain`` (transformers + PEFT + bitsandbytes,
+TRL's own dtypes), ``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
+with one save in the middle, and the same model's bare step in a plain loop afterwards.
+
+All load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4, nothing
+is recomputed, and adapters of rank 16 on seven projections begin with the same values. Steps are measured
+until the device is idle; losses are those of the first ten steps. A peer that cannot be imported is told as
+missing. On a CPU: --tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+CUDA = torch.cuda.is_available()
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+TOLD = "told: "
+SECONDS = {  # about, on an H200, imports beside others' turns left out
+    "sft_fewbits": 35, "sft_fp8": 35, "sft_plain": 45, "sft_unsloth": 75,
+    "dpo_fewbits": 25, "dpo_plain": 30, "dpo_unsloth": 60, "dpo_fp8": 25,
+    "grpo_fewbits": 25, "grpo_plain": 60, "grpo_unsloth": 100, "grpo_fp8": 25,
+    "dpo8_fewbits": 40, "dpo8_plain": 50, "dpo8_unsloth": 80, "dpo8_fp8": 40,
+    "grpo8_fewbits": 40, "grpo8_plain": 80, "grpo8_unsloth": 130, "grpo8_fp8": 40,
+    "train_nf4": 130, "train_fp8": 95,
+}  # fmt: skip
+
+
+def shape_name(stage: str, tiny: bool) -> str:
+    """Whose weights a stage loads."""
+    if tiny:
+        return "tiny"
+    what = stage.split("_")[0]
+    return "qwen3-1.7b" if what in ("dpo", "grpo") else "llama-3.1-8b"
+
+
+def make_folder(folder: Path, shape: str) -> Path:
+    """A bfloat16 folder of random weights and a tokenizer of bytes, written once."""
+    from fewbits.bench.train.shapes import random_model, shape_of
+    from fewbits.bench.train.tokenizer import write_tokenizer
+
+    path = folder / shape
+    if (path / "done").exists():
+        return path
+    config = shape_of(shape).config()
+    config.use_cache = True
+    model = random_model(config, torch.device("cuda" if CUDA else "cpu"), torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="4GB")
+    write_tokenizer(str(path))
+    (path / "done").write_text("")
+    return path
+
+
+# ---- one stage, in its own process
+
+
+def wait_for_turn() -> None:
+    """The process has imported what it needs, and waits until the GPU is its own."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def import_first(who: str) -> None:
+    """Unsloth wants to be imported before all else."""
+    if who == "unsloth":
+        import unsloth  # noqa: F401
+    if who == "plain":
+        import bitsandbytes  # noqa: F401
+    if who in ("fewbits", "fp8", "nf4"):
+        import fewbits.models.fast  # noqa: F401
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import trl  # noqa: F401
+
+
+def load(who: str, folder: str, length: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A model with adapters, its tokenizer, a trainer's words (plain: the adapters, which TRL adds)."""
+    adapter = {"r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "target_modules": TARGETS}
+    if who in ("fewbits", "fp8"):
+        from fewbits import FastLanguageModel
+
+        chosen = {"recipe": "qlora_nf4_fp8_head"} if who == "fp8" else {"load_in_4bit": True}
+        model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=length, **chosen)
+        words = {"use_gradient_checkpointing": False, "random_state": 3407}
+        return FastLanguageModel.get_peft_model(model, **adapter, **words), tokenizer, {}
+    if who == "unsloth":
+        from unsloth import FastLanguageModel as Unsloth
+
+        model, tokenizer = Unsloth.from_pretrained(
+            folder, max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True
+        )
+        words = {"use_gradient_checkpointing": False, "random_state": 3407}
+        return Unsloth.get_peft_model(model, **adapter, **words), tokenizer, {}
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    packed = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if CUDA else torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=packed,
+        dtype=torch.bfloat16 if CUDA else torch.float32,
+        device_map={"": 0 if CUDA else "cpu"},
+    )
+    return (
+        model,
+        AutoTokenizer.from_pretrained(folder),
+        {"peft_config": LoraConfig(task_type="CAUSAL_LM", **adapter)},
+    )
+
+
+def same_beginnings(model: Any) -> int:
+    """A of every adapter follows from its layer's name, so that all begin alike."""
+    count = 0
+    for name, value in model.named_parameters():
+        if "lora_A" not in name:
+            continue
+        short = name[name.index("layers.") : name.index(".lora_A")]
+        generator = torch.Generator().manual_seed(crc32(short.encode()))
+        bound = value.shape[1] ** -0.5
+        fresh = torch.empty(value.shape).uniform_(-bound, bound, generator=generator)
+        with torch.no_grad():
+            value.copy_(fresh.to(value.device, value.dtype))
+        count += 1
+    return count
+
+
+def now() -> float:
+    """Seconds, the device idle."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def clock_of() -> Any:
+    """A callback: when each step ended, and the loss of each of the first ten."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.marks: list[float] = []
+            self.losses: list[float] = []
+            self.rewards: list[float] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            self.marks.append(now())
+            if state.global_step == 3 and CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            control.should_log = state.global_step <= 10
+            return control
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if logs and "loss" in logs:
+                self.losses.append(float(logs["loss"]))
+                if "reward" in logs:
+                    self.rewards.append(float(logs["reward"]))
+
+    return Clock()
+
+
+def words_of_all(steps: int) -> dict[str, Any]:
+    """What every configuration is told."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "max_steps": steps,
+        "learning_rate": 1e-4,
+        "optim": "adamw_torch_fused" if CUDA else "adamw_torch",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": CUDA,
+        "use_cpu": not CUDA,
+        "lr_scheduler_type": "constant",
+        "seed": 3407,
+        "disable_tqdm": True,
+    }
+
+
+def word(chooser: random.Random, count: int) -> str:
+    """Random letters: about a token each."""
+    return "".join(chooser.choices(LETTERS, k=count))
+
+
+def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> Any:
+    """One of TRL's trainers over its rows."""
+    import datasets
+
+    chooser = random.Random(1)
+    length = {"sft": 2048, "dpo": 1024, "grpo": 1024}[what] if not options.tiny else 64
+    model, tokenizer, more = load(who, options.model, length)
+    if what == "sft":
+        from trl import SFTConfig, SFTTrainer
+
+        steps, top = 24, 400
+        generator = torch.Generator().manual_seed(7)
+        ids = torch.randint(4, top, (4 * steps, length), generator=generator)
+        plain = {"gradient_checkpointing": False} if who == "plain" else {}  # to the others the model said it
+        config = SFTConfig(**words_of_all(steps), **plain, per_device_train_batch_size=4, max_length=length)
+        rows = datasets.Dataset.from_dict({"input_ids": ids.tolist()})
+        kind: Any = SFTTrainer
+    elif what == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        steps, half = 22, length // 2
+        config = DPOConfig(
+            **words_of_all(steps),
+            gradient_checkpointing=False,
+            per_device_train_batch_size=4,
+            max_length=length,
+        )
+        rows = datasets.Dataset.from_list(
+            [
+                {
+                    "prompt": word(chooser, half),
+                    "chosen": word(chooser, half - 4),
+                    "rejected": word(chooser, half - 4),
+                }
+                for _ in range(4 * steps)
+            ]
+        )
+        kind = DPOTrainer
+    else:
+        from trl import GRPOConfig, GRPOTrainer
+
+        steps, prompts, answers = 5, (2 if options.tiny else 8), (2 if options.tiny else 8)
+        tokenizer.padding_side = "left"
+        config = GRPOConfig(
+            **words_of_all(steps),
+            gradient_checkpointing=False,
+            per_device_train_batch_size=prompts * answers,
+            num_generations=answers,
+            max_completion_length=8 if options.tiny else 128,
+            beta=0.0,
+        )
+        rows = datasets.Dataset.from_list(
+            [{"prompt": word(chooser, 60)} for _ in range(prompts * (steps + 1))]
+        )
+        more |= {"reward_funcs": reward}
+        kind = GRPOTrainer
+    trainer = kind(
+        model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock], **more
+    )
+    count = same_beginnings(trainer.model)
+    assert count, "no adapter was found"
+    return trainer
+
+
+def reward(completion_ids: Any = None, **_: Any) -> list[float]:
+    """Even token ids are good; it costs nothing."""
+    return [sum(int(token) % 2 == 0 for token in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, and tell."""
+    clock = clock_of()
+    began = now()
+    trainer = trainer_of(what, who, options, clock)
+    ready = now()
+    trainer.train()
+    marks = clock.marks
+    first = 2 if what == "grpo" else 10  # losses are logged before
+    each = [1e3 * (b - a) for a, b in zip(marks[first - 1 :], marks[first:], strict=False)]
+    told: dict[str, Any] = {
+        "step_ms": round(statistics.median(each), 1),
+        "range": f"{min(each):.1f}-{max(each):.1f}",
+        "first_step_s": round(marks[0] - ready, 1),
+        "set_up_s": round(ready - began, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else 0,
+        "losses": [round(x, 4) for x in clock.losses],
+    }
+    if clock.rewards:
+        told["rewards"] = [round(x, 3) for x in clock.rewards]
+    if who in ("fewbits", "fp8"):
+        from fewbits.decoder.fuse import fusion_of
+
+        fusion = fusion_of(trainer.model)
+        told["fallbacks"] = dict(fusion.fallbacks) if fusion is not None else "not fused"
+    return told
+
+
+def train_stage(recipe: str, options: argparse.Namespace) -> dict[str, Any]:
+    """`fewbits train`, then the bare step of such a model."""
+    from benchmarks.training.trl_trainers import bare, sustained
+
+    from fewbits import FastLanguageModel, TrainConfig
+    from fewbits import train as run
+
+    steps, length = (12, 64) if options.tiny else (200, 2048)
+    chooser, folder = random.Random(1), Path(tempfile.mkdtemp())
+    texts = (word(chooser, 2 * length) for _ in range(4 * steps))
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = {
+        "model": options.model,
+        "train_data": str(folder / "rows.jsonl"),
+        "output_dir": str(folder / "run"),
+        "max_steps": steps,
+        "batch_size": 4,
+        "max_seq_length": length,
+        "save_steps": steps // 2,
+        "samples": 0,
+        "report": False,
+        "device": "cuda" if CUDA else "cpu",
+        "recipe": recipe,
+    }
+    began = now()
+    run(TrainConfig(**words))
+    whole = now() - began
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    told = sustained(rows)
+    if CUDA:
+        torch.cuda.empty_cache()
+    model, _ = FastLanguageModel.from_pretrained(options.model, max_seq_length=length, recipe=recipe)
+    model = FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=16, target_modules=TARGETS, use_gradient_checkpointing=False
+    )
+    model.train()
+    ids = torch.randint(4, 400, (4, length), generator=torch.Generator().manual_seed(7)).to(model.device)
+    once = bare(model, ids, steps=20)
+    return {
+        "step_ms": told["sustained_ms"],
+        "range": f"median {told['median_ms']}, slowest {told['slowest_ms'][-2:]}",
+        "bare_ms": once,
+        "above_bare": f"{100 * (told['sustained_ms'] / once - 1):.1f} %",
+        "first_step_s": rows[0]["seconds"],
+        "set_up_s": round(whole - rows[-1]["seconds"], 1),
+        "peak_gib": rows[-1].get("memory_gib", 0),
+        "losses": [round(row["loss"], 4) for row in rows[:3]],
+        "memory": json.loads((folder / "run/run.json").read_text()).get("memory"),
+    }
+
+
+def stage(name: str, options: argparse.Namespace) -> None:
+    """One stage in this process; prints one line that is told."""
+    what, who = name.split("_")
+    try:
+        import_first(who)
+    except BaseException as error:  # noqa: BLE001 - a peer that is missing is told, not raised
+        print(
+            TOLD + json.dumps({"stage": name, "error": f"{type(error).__name__}: {str(error)[:160]}"}),
+            flush=True,
+        )
+        return
+    wait_for_turn()
+    here = Path.cwd()
+    with contextlib.suppress(OSError):
+        os.chdir(tempfile.mkdtemp())  # Unsloth writes beside
+    try:
+        if what == "train":
+            told = train_stage({"nf4": "qlora_nf4", "fp8": "qlora_nf4_fp8_head"}[who], options)
+        else:
+            told = trl_stage(what.rstrip("8"), who, options)
+    except BaseException as error:  # noqa: BLE001 - so that the others run
+        traceback.print_exc()
+        told = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    os.chdir(here)
+    print(TOLD + json.dumps({"stage": name, **told}), flush=True)
+
+
+# ---- all stages
+
+
+def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
+    """A stage's process, importing."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), name, "--one"]
+    command += ["--folder", str(options.folder), *(["--tiny"] if options.tiny else [])]
+    places = [*options.site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(Path(place).resolve()) for place in places),
+    }
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    log = (options.folder / f"{name}.log").open("w")
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+    )
+
+
+def told_by(
+    process: subprocess.Popen[str], name: str, seconds: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Give a process its turn, and what it told; after its seconds it is ended."""
+    import threading
+
+    assert process.stdin is not None and process.stdout is not None
+    timer = threading.Timer(max(seconds, 1), process.kill)
+    timer.start()
+    began = time.perf_counter()
+    row: dict[str, Any] = {"stage": name, "error": f"ended after {seconds:.0f} s without a word"}
+    try:
+        with contextlib.suppress(OSError):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for line in process.stdout:
+            if line.startswith(TOLD):
+                row = json.loads(line.removeprefix(TOLD))
+        process.wait()
+    finally:
+        timer.cancel()
+    if "error" in row:
+        log = (options.folder / f"{name}.log").read_text()[-1500:]
+        print(f"--- {name}\n{log}", flush=True)
+    return row | {"turn_s": round(time.perf_counter() - began, 1)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("stages", help="names with commas between: " + ", ".join(SECONDS))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "beside_peers")
+    parser.add_argument("--site", action="append", default=[], help="a folder of the peers' packages")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for all")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    names = options.stages.split(",")
+    unknown = [name for name in names if name not in SECONDS]
+    if unknown:
+        parser.error(f"{unknown[0]} is no stage; stages are {', '.join(SECONDS)}")
+    if options.one:
+        options.model = str(options.folder / shape_name(names[0], options.tiny))
+        stage(names[0], options)
+        return
+    began = time.perf_counter()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    processes = {name: start(name, options) for name in names}
+    for shape in dict.fromkeys(shape_name(name, options.tiny) for name in names):
+        make_folder(options.folder, shape)
+    if CUDA:
+        torch.cuda.empty_cache()
+    print(f"folders written after {time.perf_counter() - began:.0f} s", flush=True)
+    rows = []
+    for name, process in processes.items():
+        left = options.limit - (time.perf_counter() - began)
+        row = told_by(process, name, left, options)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if os.environ.get("OUT"):
+            with (Path(os.environ["OUT"]) / "beside_peers.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    print(f"\n{'stage':14} {'ms a step':>10} {'GiB':>7} {'first s':>8} {'turn s':>7}  losses, or what else")
+    for row in rows:
+        if "error" in row:
+            print(f"{row['stage']:14} {row['error'][:120]}")
+            continue
+        words = (
+            " ".join(f"{x:g}" for x in row["losses"][:10])
+            if "rewards" not in row
+            else f"rewards {row['rewards']}"
+        )
+        words = f"bare {row['bare_ms']}, {row['above_bare']} above" if "bare_ms" in row else words
+        print(
+            f"{row['stage']:14} {row['step_ms']:10.1f} {row['peak_gib']:7.2f} {row['first_step_s']:8.1f}"
+            f" {row['turn_s']:7.1f}  {words}"
+        )
+    if CUDA:
+        print(torch.cuda.get_device_name())
+
+
+if __name__ == "__main__":
+    main()
