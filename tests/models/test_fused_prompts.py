@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import DynamicCache, StaticCache
 
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.decoder import parts as decoder_parts
+from fewbits.decoder.both_halves import records_nothing
 from fewbits.decoder.fuse import fusion_of
 from fewbits.models import fast
 from fewbits.models.generation.packed_cache import PackedCache
@@ -145,3 +147,21 @@ def test_a_text_of_one_token(family: str) -> None:
     need = model(ids).logits
     fewbits.fuse(model)
     torch.testing.assert_close(model(ids).logits, need, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_without_gradients_there_are_no_nodes_and_the_same_numbers(family: str) -> None:
+    """Beside a pass whose gradients are on, where nodes compute; and under forward-mode derivatives."""
+    model, ids = tiny(family), tokens(2, 24)
+    fewbits.fuse(model)
+    need = model(ids, use_cache=False).logits
+    assert need.grad_fn is not None
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        assert torch.equal(logits, need.detach())
+        assert records_nothing()
+        with forward_ad.dual_level():
+            assert not records_nothing()
+        assert torch.func.vmap(lambda x: x + (not records_nothing()))(torch.zeros(2)).all()
+    assert not records_nothing()
+    assert not fusion_of(model).fallbacks

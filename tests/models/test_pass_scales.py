@@ -35,8 +35,8 @@ def scales(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     used: list[Any] = []
     true = fused_parts.LayerParts._scale
 
-    def noted(self: Any, paths: Any, parts: Any) -> Any:
-        made = true(self, paths, parts)
+    def noted(self: Any, paths: Any, parts: Any, stored: Any) -> Any:
+        made = true(self, paths, parts, stored)
         used.append((made.outputs.clone(), fused_parts.scale_of([p.weight for p in parts]).outputs))
         return made
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fewbits.decoder.both_halves import Half, Norm, Normed, on_own_dtype
+from fewbits.decoder.both_halves import Half, Norm, Normed, Residual, on_own_dtype, records_nothing
 from fewbits.decoder.projection import Projection, Rows
 from fewbits.decoder.trainable import PerHalf
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
@@ -83,6 +83,8 @@ class AttentionHalf(Half):
 
 def fused_attention(x: Tensor, half: AttentionHalf) -> Tensor:
     """``x + post(o(attend(q, k, v)))`` for x (B, S, H), contiguous."""
+    if records_nothing():
+        return _compute(rows_of(x), half, alone=True).y.view(x.shape)
     y: Tensor = _Attention.apply(rows_of(x), half, *half.tensors())
     return y.view(x.shape)
 
@@ -104,19 +106,35 @@ class _Graph:
         return o.reshape(o.shape[0] * o.shape[1], -1)
 
 
+class _Computed(NamedTuple):
+    """What a forward pass makes: y (M, H), and what it came from."""
+
+    y: Tensor
+    n: Normed
+    graph: _Graph
+    post: Residual
+    inner: tuple[Tensor | None, Tensor | None]
+
+
+def _compute(x: Tensor, half: AttentionHalf, *, alone: bool) -> _Computed:
+    """The forward pass for x (M, H); ``alone``: no backward pass will follow."""
+    with on_own_dtype(x):
+        n = half.enter(x)  # (M, H)
+        xa = half.qkv.branch_inputs(n.dense)  # (M, R)
+        graph = _attend(half, n, xa, alone=alone)
+        o = graph.rows  # (M, heads * D)
+        rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
+        xa_o = half.o.branch_inputs(o)
+        y, post = half.leave(x, rows, xa_o)  # (M, H)
+    return _Computed(y, n, graph, post, (xa, xa_o))
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: AttentionHalf, *tensors: Tensor | None) -> Tensor:
-        with on_own_dtype(x):
-            n = half.enter(x)  # (M, H)
-            xa = half.qkv.branch_inputs(n.dense)  # (M, R)
-            graph = _attend(half, n, xa)
-            o = graph.rows  # (M, heads * D)
-            rows = Rows(o, *quantize_rows(o)) if half.o.is_float8 else Rows(o)
-            xa_o = half.o.branch_inputs(o)
-            y, post = half.leave(x, rows, xa_o)  # (M, H)
+        y, n, graph, post, inner = _compute(x, half, alone=False)
         _needs_dx, _half, *needs = ctx.needs_input_grad
-        saved = half.save(x, n, post, (xa, xa_o), half.named(needs))
+        saved = half.save(x, n, post, inner, half.named(needs))
         saved.where(half.keep.attention, graph=graph)
         saved.watch(tensors)
         ctx.kept, ctx.half = saved, half
@@ -173,9 +191,11 @@ def _extras(half: AttentionHalf, xa: Tensor | None) -> QKVExtras:
     return QKVExtras(half.qkv.bias(), (q, k, v), norm)
 
 
-def _attend(half: AttentionHalf, n: Normed, xa: Tensor | None) -> _Graph:
+def _attend(half: AttentionHalf, n: Normed, xa: Tensor | None, *, alone: bool = False) -> _Graph:
     qkv = half.qkv.product(n.rows)
     q, k, v = qkv_epilogue(qkv, Rotation(*half.rotary), half.layout, _extras(half, xa))
+    if alone:
+        return _Graph(q, k, v, half.attend(q, k, v), None)
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
         o = half.attend(q, k, v)

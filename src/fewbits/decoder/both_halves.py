@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fewbits.decoder.keep import KEEP_PRODUCTS, Keep
 from fewbits.decoder.projection import InnerGradients, Projection, Rows
@@ -224,6 +225,16 @@ class SavedValues:
 def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
     """How often torch has counted a change of each; it counts none of those made in inference mode."""
     return [x._version for x in tensors if x is not None and not x.is_inference()]
+
+
+def records_nothing() -> bool:
+    """Whether no derivative can be asked of this call: a half then needs no node, and keeps nothing.
+
+    A prompt of some thousand tokens is short beside what the host takes for a node.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def on_own_dtype(x: Tensor) -> contextlib.AbstractContextManager[Any]:

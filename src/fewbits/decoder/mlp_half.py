@@ -18,12 +18,12 @@ x's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fewbits.decoder.both_halves import Half, on_own_dtype
+from fewbits.decoder.both_halves import Half, Normed, Residual, on_own_dtype, records_nothing
 from fewbits.decoder.projection import Branch, InnerGradients, Projection, Rows
 from fewbits.decoder.scales import Slot
 from fewbits.decoder.trainable import PerHalf
@@ -69,25 +69,41 @@ class MLPHalf(Half):
 
 def fused_mlp(x: Tensor, half: MLPHalf) -> Tensor:
     """``x + post(down(f(gate(norm(x))) * up(norm(x))))`` for x (..., H), contiguous."""
+    if records_nothing():
+        return _compute(rows_of(x), half).y.view(x.shape)
     y: Tensor = _MLP.apply(rows_of(x), half, *half.tensors())
     # The layer's output; not `view`, because an in-place change of a view would lose FSDP2's hook on it.
     return torch.ops.aten._unsafe_view(y, x.shape)  # type: ignore[no-any-return]
 
 
+class _Computed(NamedTuple):
+    """What a forward pass makes: y (M, H), and what it came from."""
+
+    y: Tensor
+    n: Normed
+    gate_up: Tensor
+    post: Residual
+    inner: tuple[Tensor | None, Tensor | None]
+
+
+def _compute(x: Tensor, half: MLPHalf) -> _Computed:
+    """The forward pass for x (M, H)."""
+    with on_own_dtype(x):
+        n = half.enter(x)  # (M, H)
+        gate_up = half.gate_up.product(n.rows)  # (M, 2 I)
+        xa = half.gate_up.branch_inputs(n.dense)  # (M, R)
+        half.gate_up.add_biases_(gate_up)
+        h, xa_down = _activate(half, gate_up, xa)  # (M, I), (M, r)
+        y, post = half.leave(x, h, xa_down)  # (M, H)
+    return _Computed(y, n, gate_up, post, (xa, xa_down))
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, half: MLPHalf, *tensors: Tensor | None) -> Tensor:
-        with on_own_dtype(x):
-            n = half.enter(x)  # (M, H)
-            gate_up, xa = (
-                half.gate_up.product(n.rows),
-                half.gate_up.branch_inputs(n.dense),
-            )  # (M, 2 I), (M, R)
-            half.gate_up.add_biases_(gate_up)
-            h, xa_down = _activate(half, gate_up, xa)  # (M, I), (M, r)
-            y, post = half.leave(x, h, xa_down)  # (M, H)
+        y, n, gate_up, post, inner = _compute(x, half)
         _needs_dx, _half, *needs = ctx.needs_input_grad
-        saved = half.save(x, n, post, (xa, xa_down), half.named(needs))
+        saved = half.save(x, n, post, inner, half.named(needs))
         saved.where(half.keep.mlp, gate_up=gate_up)
         saved.watch(tensors)
         ctx.kept, ctx.half = saved, half

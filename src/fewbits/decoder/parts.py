@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear
 from fewbits.nn.segments import Segments
 from fewbits.nn.tensor_group import WholeLinear, own_weight
-from fewbits.nn.tensor_state import state_of
+from fewbits.nn.tensor_state import TensorState, state_of
 
 FLOAT8_SIDES = 16  # what the sides of a float8 product's weight are multiples of
 MAX_RANK = 128  # of one branch: wider ones do not fit beside the tiles that they are added to
@@ -225,7 +225,8 @@ class LayerParts:
         if rounded and len(rounded) < len(parts):
             raise NotFused(f"of {', '.join(paths)} some are rounded in training and some are not")
         stays = self.float8_stays and operands == {FLOAT8} and not torch.is_grad_enabled()
-        values_kept = self._values(paths, parts) if keep.weights or stays else None
+        stored = _Stored([part.weight for part in parts])
+        values_kept = self._values(paths, parts, stored) if keep.weights or stays else None
         if rounded:
             return RoundedProjection(rounded)
         if operands == {PLAIN}:
@@ -234,7 +235,7 @@ class LayerParts:
             if dtype not in (torch.bfloat16, torch.float32):
                 raise NotFused(f"float8 products come out in bfloat16 or float32, not in {dtype}")
             _refuse_sides(paths, sum(part.width for part in parts), int(parts[0].weight.shape[1]))
-            scale, values = self._scale(paths, parts), self._paired(parts, keep) or values_kept
+            scale, values = self._scale(paths, parts, stored), self._paired(parts, keep) or values_kept
             return (
                 Float8Projection(parts, scale) if values is None else Float8Projection(parts, scale, values)
             )
@@ -289,38 +290,36 @@ class LayerParts:
         if self.own_mlp is not None:
             self.own_mlp.forget_values()
 
-    def _values(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> CachedValues | None:
+    def _values(
+        self, paths: tuple[str, ...], parts: tuple[Part, ...], stored: _Stored
+    ) -> CachedValues | None:
         """Where values of frozen weights stay while these are the same tensors; None where some may change.
 
         FSDP2 gives a gathered layer back, and fills one tensor over and over.
         """
-        tensors = _stored(part.weight for part in parts)
         rounded = any(isinstance(part, RoundedPart) for part in parts)
-        changing = rounded or any(t.requires_grad for t in tensors)
-        if changing or getattr(self.layer, "_is_fsdp_managed_module", False):
+        if rounded or stored.trains or getattr(self.layer, "_is_fsdp_managed_module", False):
             self._decoded.pop(paths, None)
             return None
-        key = state_of(tensors)
         entry = self._decoded.get(paths)
-        if entry is None or entry[0] != key:
-            self._decoded[paths] = entry = (key, CachedValues())
+        if entry is None or entry[0] != stored.state:
+            self._decoded[paths] = entry = (stored.state, CachedValues())
         return entry[1]
 
-    def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...]) -> WeightScale:
+    def _scale(self, paths: tuple[str, ...], parts: tuple[Part, ...], stored: _Stored) -> WeightScale:
         """One scale for the weights side by side; kept while they stay the same frozen tensors.
 
         Weights that train get theirs anew: torch's fused optimizers write them without counting a version.
         FSDP2 fills one tensor over and over: there frozen ones keep their scale though their address changes.
         """
         weights = [part.weight for part in parts]
-        tensors = _stored(weights)
-        if any(t.requires_grad for t in tensors):
+        if stored.trains:
             self._scales.pop(paths, None)  # frozen later, it is another weight
             of, scale = self.found.pop(paths, (None, None))
             same = of is not None and all(a is b for a, b in zip(of, weights, strict=True))
             return scale if same and scale is not None else _scale_now(weights)
         sharded = getattr(self.layer, "_is_fsdp_managed_module", False)
-        key = tuple(map(WeakIdRef, tensors)) if sharded else state_of(tensors)
+        key = tuple(map(WeakIdRef, stored.tensors)) if sharded else stored.state
         entry = self._scales.get(paths)
         if entry is None or entry[0] != key:
             self._scales[paths] = entry = (key, _scale_now(weights))
@@ -344,9 +343,19 @@ class LayerParts:
         return products
 
 
-def _stored(weights: Iterable[Any]) -> list[Tensor]:
-    """The tensors that hold these weights, all parts of packed ones."""
-    return [t for w in weights for t in ([w] if isinstance(w, Tensor) else w.parts.values())]
+class _Stored:
+    """The tensors that hold weights, all parts of packed ones; what is asked of them is looked up once."""
+
+    def __init__(self, weights: Iterable[Any]) -> None:
+        self.tensors = [t for w in weights for t in ([w] if isinstance(w, Tensor) else w.parts.values())]
+
+    @cached_property
+    def trains(self) -> bool:
+        return any(t.requires_grad for t in self.tensors)
+
+    @cached_property
+    def state(self) -> tuple[TensorState, ...]:
+        return state_of(self.tensors)
 
 
 @torch.no_grad()
