@@ -14,7 +14,7 @@ from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.live import answers as live
 from fewbits.models.generation.live import step_slots
 from fewbits.models.generation.live.answers import Report, answers
-from fewbits.models.generation.live.plan import plan_slots
+from fewbits.models.generation.live.plan import SlotSize, plan_slots
 from fewbits.models.generation.live.rows import Row, Text
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
@@ -185,16 +185,6 @@ def test_beams_answer_one_by_one() -> None:
     assert report.reason == "the call asks for num_beams"
 
 
-def test_a_batch_keeps_keys_and_values_in_16_bits(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the recipe or the call says; a line of the log says that it does not."""
-    model, report = model_of("llama", hidden_size=128, head_dim=32), Report()
-    asked = {"max_new_tokens": 5, "do_sample": False}
-    want = [text.tokens for text in made(model, asked, 3)]
-    found = [text.tokens for text in made(model, asked | {"kv_cache": "int4"}, 3, report=report)]
-    assert found == want and report.way == "forward"
-    assert caplog.text.count("keys and values of a batch that lives stay in 16 bits") == 1
-
-
 def test_bad_rows_are_named() -> None:
     model, asked = model_of("llama"), {"max_new_tokens": 5, "do_sample": False}
 
@@ -217,14 +207,16 @@ def test_bad_rows_are_named() -> None:
 
 
 def test_memory_is_planned() -> None:
-    assert plan_slots([10, 30], 100, 7000, None).slots == 2
-    assert plan_slots([10, 30] * 50, 100, 7000, None) == plan_slots([30] * 100, 100, 7000, None)
-    plan = plan_slots([30] * 400, 10, 10**9, None)
+    assert plan_slots([10, 30], SlotSize(100), 7000, None).slots == 2
+    assert plan_slots([10, 30] * 50, SlotSize(100), 7000, None) == plan_slots(
+        [30] * 100, SlotSize(100), 7000, None
+    )
+    plan = plan_slots([30] * 400, SlotSize(10), 10**9, None)
     assert (plan.slots, plan.room, plan.bytes) == (256, 30, 256 * 300)
     with pytest.raises(BadInput, match=r"a text of 30 tokens needs 3.0 kB .* 2.0 kB are there; shorten"):
-        plan_slots([30], 100, 2000, None)
+        plan_slots([30], SlotSize(100), 2000, None)
     with pytest.raises(BadInput, match=r"64 texts at a time do not fit: .*; 3 at a time would fit"):
-        plan_slots([30] * 80, 100, 9500, 64)
+        plan_slots([30] * 80, SlotSize(100), 9500, 64)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,12 +50,39 @@ def packed_layer(
         Unsupported: a format, head size or grouping that the kernel does not take.
     """
     size = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
-    stored = empty_cache(kind, (step.batch, kv_heads, step.room, size), step.dtype, step.device)
     cosines, sines = step.rotary_tables
-    cache = PackedKeysValues(
-        kind, **stored, cosines=cosines, sines=sines, position=step.position, first=step.first
-    )
+    own = {"cosines": cosines, "sines": sines, "position": step.position, "first": step.first}
+    if step.beside is None:
+        stored = empty_cache(kind, (step.batch, kv_heads, step.room, size), step.dtype, step.device)
+        cache = PackedKeysValues(kind, **stored, **own)
+    else:
+        cache = replace(rows_of(step.beside.packed[len(step.keys)], slice(step.batch)), **own)
     return cache, PackedAttention(qkv, cache, attended, rules, early=step.early)
+
+
+def rows_of(cache: PackedKeysValues, rows: slice) -> PackedKeysValues:
+    """The cache of some sequences: views of its tensors."""
+    names = [f.name for f in fields(cache) if f.name not in ("kind", "cosines", "sines")]
+    return replace(cache, **{name: getattr(cache, name)[rows] for name in names})
+
+
+def pack_prompt(
+    cache: PackedKeysValues, keys: Tensor, values: Tensor
+) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """What `PackedKeysValues.fill` takes of one prompt, for "keys" and "values".
+
+    Args:
+        cache: says how.
+        keys: (kv_heads, tokens, D) in 16 bits.
+        values: alike.
+    """
+    sides, kind, filled = cache.sides, cache.kind, {}
+    for which, states in (("keys", keys), ("values", values)):
+        packed = max(states.shape[1] - kind.newest, 0)
+        codes, scales = sides[which].pack(states[None, :, :packed])
+        newest, first = states[None, :, packed:], states[None, :, : kind.first]
+        filled[which] = codes, scales, newest.clone(), first.clone()  # views would keep the prompt alive
+    return filled
 
 
 @torch.no_grad()

@@ -127,6 +127,7 @@ class DecodeStep:
         logits: (batch, vocabulary) float32: of the last step.
         keys, values: of each layer (batch, kv_heads, room, head size); without tokens where packed ones are.
         packed: keys and values in few bits, by layer.
+        beside: the step on whose keys and values this one works, or None.
         launches: kernels of ours in a step.
     """
 
@@ -159,10 +160,10 @@ class DecodeStep:
         """
         spec = spec_for(model)
         self.batch, self.room, self.spec = batch, room, spec
-        self._beside, self._together, self.kv_cache = beside, together, kv_cache
-        if beside is not None and (kv_cache or beside.kv_cache):
+        self.beside, self._together, self.kv_cache = beside, together, kv_cache
+        if beside is not None and (kv_cache != beside.kv_cache or (together and kv_cache)):
             name = (kv_cache or beside.kv_cache or KVCache()).name
-            raise Unsupported(f"steps that share keys and values have them in 16 bits, not in {name}.")
+            raise Unsupported(f"tokens of one text are verified over keys and values in 16 bits, not {name}.")
         base = unwrap(model)
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         if adapters and hasattr(self._embed, "lora_embedding_A"):
@@ -343,7 +344,7 @@ class DecodeStep:
 
     def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
         """Keys and values of one more layer: its own, or a part of those of the step beside."""
-        layer, beside = len(self.keys), self._beside
+        layer, beside = len(self.keys), self.beside
         for mine, theirs in zip(*([s.keys, s.values] for s in (self, beside or self)), strict=True):
             if beside is None:
                 mine.append(torch.zeros(shape, dtype=self.dtype, device=self.device))

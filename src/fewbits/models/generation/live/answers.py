@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.calls import other_way, speculates
 from fewbits.models.generation.live.batch import LiveBatch
 from fewbits.models.generation.live.plan import SlotPlan, check_slots, free_bytes, plan_slots
 from fewbits.models.generation.live.prompts import Prompts, Read
 from fewbits.models.generation.live.rows import Request, Row, Text, is_from_transformers, request_of
-from fewbits.models.generation.live.slots import ModelSlots, Slots
+from fewbits.models.generation.live.slot_layers import size_of_slot
+from fewbits.models.generation.live.slots import ModelSlots, Slots, packed_layers
 from fewbits.models.generation.live.step_slots import StepSlots
 from fewbits.models.generation.loop import Decoding, alone, decoding_of
+from fewbits.models.generation.packed_keys import packed_keywords, why_not_cache
 from fewbits.models.generation.step import why_not
 from fewbits.models.generation.tokens import RefuseNotFinite, refuse
 from fewbits.models.packing.cache_choice import chosen_cache
@@ -40,6 +44,7 @@ class Report:
         plan: slots and their room; None one by one.
         steps: steps of all slots together.
         mean_texts: texts in a step, on average.
+        cache: in which formats keys and values are kept, by name; "": as the model computes them.
     """
 
     way: str = ""
@@ -47,6 +52,7 @@ class Report:
     plan: SlotPlan | None = None
     steps: int = 0
     mean_texts: float = 0.0
+    cache: str = ""
 
 
 @torch.no_grad()
@@ -88,22 +94,17 @@ def answers(
         lengths = [settings.length(row) for row in rows]
         state = decoding_of(base)
         kind = chosen_cache(base, keywords.get("kv_cache"))
-        if kind is not None:
-            state.say(
-                f"those of one text at a time alone can be in {kind.name}",
-                "keys and values of a batch that lives stay in 16 bits",
-            )
         try:
             reason = other_way(base, keywords)
             if speculates(base, keywords):
                 reason = "guesses are for one text at a time"
             if reason:
                 raise Unsupported(reason)
-            batch = _batch(base, rows, lengths, (settings, state, held, report), slots)
+            batch = _batch(base, rows, lengths, _Around(settings, state, held, report, kind), slots)
         except Unsupported as error:
             report.way, report.reason = "one by one", str(error).rstrip(".")
             state.say(report.reason, "many texts are made one by one")
-            texts = _one_by_one(model, rows, settings, keywords)
+            texts = _one_by_one(model, rows, settings, keywords, kind)
         else:
             texts = batch.run(rows)
         for text in texts:
@@ -163,28 +164,40 @@ class _Settings:
         return length + self(row).limit
 
 
+class _Around(NamedTuple):
+    """What belongs to a call, and what is kept on its model."""
+
+    settings: _Settings
+    state: Decoding
+    held: ExitStack
+    report: Report
+    kind: KVCache | None
+
+
 def _batch(
-    model: Any,
-    rows: Sequence[Row],
-    lengths: Sequence[int],
-    around: tuple[_Settings, Decoding, ExitStack, Report],
-    at_a_time: int | None,
+    model: Any, rows: Sequence[Row], lengths: Sequence[int], around: _Around, at_a_time: int | None
 ) -> LiveBatch:
-    settings, state, held, report = around
+    settings, report, kind = around.settings, around.report, around.kind
     device = model.device
-    prompts = Prompts(model, most_tokens=_PIECE_TOKENS.get(device.type, 512), together=device.type == "cuda")
+    most_tokens = _PIECE_TOKENS.get(device.type, 512)
+    prompts = Prompts(model, most_tokens=most_tokens, together=device.type == "cuda")
     while rows[0].ids not in prompts.ready:
         prompts.turn([row.ids for row in rows[: at_a_time or 1]])
     first = prompts.ready[rows[0].ids]
     if not bool(first.logits.isfinite().all()):
         refuse(model, f"row {rows[0].index + 1}")
-    report.plan = plan_slots(lengths, first.bytes_per_token, free_bytes(device), at_a_time)
+    report.cache = "" if kind is None else kind.name
+    reason = why_not(model) or why_not_cache(model, kind)
     look_every = _LOOK_EVERY if _looks_seldom(device) else 1
+    each = size_of_slot(first, packed_layers(model, kind, len(first.keys)), kind, decoded=bool(reason))
+    # The longest prompt is read in 16 bits, beside the slots.
+    reading = (max(len(row.ids) for row in rows) - first.length) * first.bytes_per_token
+    report.plan = plan_slots(lengths, each, free_bytes(device) - reading, at_a_time)
     room = report.plan.room + look_every
-    slots = _kernels(model, state, held, (report.plan.slots, room), first, report)
+    slots = _kernels(model, around, (report.plan.slots, room), first, reason)
     if slots is None:
         report.way = "forward"
-        slots = ModelSlots(model, count=report.plan.slots, room=room, like=first)
+        slots = ModelSlots(model, count=report.plan.slots, room=room, like=first, kind=kind)
         slots.prove(first)
     return LiveBatch(slots, prompts, settings, look_every=look_every)
 
@@ -194,16 +207,14 @@ def _looks_seldom(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _kernels(
-    model: Any, state: Decoding, held: ExitStack, size: tuple[int, int], first: Read, report: Report
-) -> Slots | None:
+def _kernels(model: Any, around: _Around, size: tuple[int, int], first: Read, reason: str) -> Slots | None:
     """Slots over decoding's kernels, held for this call alone; None if there are none, and why."""
+    state, report = around.state, around.report
     try:
-        reason = why_not(model)
-        if reason or not held.enter_context(alone(state)):
+        if reason or not around.held.enter_context(alone(state)):
             raise Unsupported(reason or "another call of generate() runs on this model")
         state.step = state.together = None  # their memory first
-        slots = StepSlots(model, count=size[0], room=size[1])
+        slots = StepSlots(model, count=size[0], room=size[1], kind=around.kind)
         slots.prove(first)
     except Unsupported as error:
         report.reason = str(error).rstrip(".")
@@ -215,9 +226,12 @@ def _kernels(
 
 
 def _one_by_one(
-    model: Any, rows: Sequence[Row], settings: _Settings, keywords: dict[str, Any]
+    model: Any, rows: Sequence[Row], settings: _Settings, keywords: dict[str, Any], kind: KVCache | None
 ) -> Iterator[Text]:
     from transformers import LogitsProcessorList
+
+    keywords = {name: value for name, value in keywords.items() if name != "kv_cache"}
+    knows_caches = isinstance(vars(unwrap(model)).get("generate"), partial)  # FastLanguageModel's
 
     for row in rows:
         request = settings(row)
@@ -225,6 +239,8 @@ def _one_by_one(
         arguments = {"attention_mask": torch.ones_like(prompt), **keywords, "num_return_sequences": 1}
         looks = [*(arguments.get("logits_processor") or ()), RefuseNotFinite(model, f"row {row.index + 1}")]
         arguments["logits_processor"] = LogitsProcessorList(looks)
+        if kind is not None:
+            arguments |= {"kv_cache": kind} if knows_caches else packed_keywords(model, kind, None)
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(row.seed)

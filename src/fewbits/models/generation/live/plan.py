@@ -19,6 +19,18 @@ _SHARE = {"cuda": 0.85, "cpu": 0.5}
 
 
 @dataclass(frozen=True)
+class SlotSize:
+    """Bytes of one text: of each token that it can have, and whatever its length."""
+
+    per_token: int
+    fixed: int = 0
+
+    def of(self, room: int) -> int:
+        """Bytes of a text of up to ``room`` tokens."""
+        return room * self.per_token + self.fixed
+
+
+@dataclass(frozen=True)
 class SlotPlan:
     """How many slots, and how long.
 
@@ -67,12 +79,12 @@ def check_slots(at_a_time: Any) -> None:
         )
 
 
-def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_time: int | None) -> SlotPlan:
+def plan_slots(lengths: Sequence[int], size: SlotSize, free: int, at_a_time: int | None) -> SlotPlan:
     """Slots for texts of these lengths.
 
     Args:
         lengths: tokens of each text at most, its prompt included.
-        bytes_per_token: keys and values of all layers.
+        size: keys and values of all layers.
         free: bytes that they may take.
         at_a_time: slots that the caller asks for, as `check_slots` has them; None: as many as fit, up to 256.
 
@@ -80,7 +92,7 @@ def plan_slots(lengths: Sequence[int], bytes_per_token: int, free: int, at_a_tim
         BadInput: the memory does not hold as many as were asked for, or not even one.
     """
     room = max(lengths)
-    each = room * bytes_per_token
+    each, free = size.of(room), max(free, 0)
     fitting = free // max(each, 1)
     needs = (
         f"a text of {room:,} tokens needs {size_in_words(each)} for keys and values, and "

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kv_cache import KVCache
+from fewbits.models.generation.packed_keys import packed_keywords
 
 Ids = tuple[int, ...]
 
@@ -41,11 +43,12 @@ class Read:
         """What keys and values of one token take."""
         return sum(len(x) * x.shape[2] * x.element_size() for x in (*self.keys, *self.values))
 
-    def cache(self) -> Any:
-        """A cache of transformers that holds it, with one row."""
+    def cache(self, model: Any = None, kind: KVCache | None = None) -> Any:
+        """A cache of transformers that holds it, with one row; of ``model``, in few bits, with a ``kind``."""
         from transformers import DynamicCache
 
-        cache = DynamicCache()
+        packed = packed_keywords(model, kind, None, whole_windows=True)
+        cache = packed["past_key_values"] if packed else DynamicCache()
         for i, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             cache.update(keys[None], values[None], i)
         return cache

@@ -11,15 +11,17 @@ prompt and compares one step with the model's own, and refuses what differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.live.prompts import Read
+from fewbits.models.generation.live.slot_layers import Now, PackedSlotLayer, SlotLayer
 from fewbits.models.generation.step import rope_kind
+from fewbits.models.packing.cache_choice import FULL, layer_kinds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,50 +80,10 @@ def _check_positions(model: nn.Module) -> None:
         raise Unsupported(f"its rotary embedding {kind!r} depends on the longest text beside.")
 
 
-class _SlotLayer:
-    """A layer of the cache, as transformers' models call it."""
-
-    is_sliding = False
-    is_compileable = False
-    is_initialized = True
-
-    def __init__(self, count: int, room: int, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = (x.new_zeros(count, len(x), room, x.shape[2]) for x in (keys, values))
-        self.now = _Now(torch.zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.float32), 0)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values to their places; those of the slots in use, up to the last place."""
-        now, used = self.now, len(key_states)
-        self.keys[now.rows, :, now.places] = key_states.transpose(1, 2).to(self.keys.dtype)
-        self.values[now.rows, :, now.places] = value_states.transpose(1, 2).to(self.values.dtype)
-        return self.keys[:used, :, : now.end], self.values[:used, :, : now.end]
-
-    def get_seq_length(self) -> int:
-        """The longest text; transformers derives nothing from it where positions and masks are given."""
-        return self.now.end
-
-    def get_max_length(self) -> int:
-        """What a slot holds."""
-        return int(self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask."""
-        return self.now.end, 0
-
-
-@dataclass(frozen=True)
-class _Now:
-    """Where a step writes: rows (used, 1) and places (used, 1), and the end of what it reads."""
-
-    rows: Tensor
-    places: Tensor
-    end: int
-
-
 class ModelSlots:
     """Slots over the model's own forward: any device, any model whose attention takes a mask."""
 
-    def __init__(self, model: Any, *, count: int, room: int, like: Read) -> None:
+    def __init__(self, model: Any, *, count: int, room: int, like: Read, kind: KVCache | None = None) -> None:
         """Make room for ``count`` texts of ``room`` tokens.
 
         Args:
@@ -129,38 +91,43 @@ class ModelSlots:
             count: slots.
             room: tokens of each.
             like: any prompt that was read, from which sizes and dtypes are taken.
+            kind: in which formats keys and values are kept; None: as the model computes them.
 
         Raises:
             Unsupported: the model keeps something else than keys and values by position.
         """
         from transformers.cache_utils import Cache
 
-        self.model, self.count, self.room = model, count, -(-room // _ALIGNED) * _ALIGNED
+        self.model, self.kind = model, kind
+        self.count, self.room = count, -(-room // _ALIGNED) * _ALIGNED
         self.config = model.config.get_text_config()
         self.kinds, self.window = kinds_of(self.config)
         _check_positions(model)
-        pairs = zip(like.keys, like.values, strict=True)
-        self._layers = [_SlotLayer(count, self.room, keys, values) for keys, values in pairs]
+        packs = packed_layers(model, kind, len(like.keys))
+        self._layers = [
+            SlotLayer(count, self.room, keys, values)
+            if not is_packed or kind is None
+            else PackedSlotLayer(count, self.room, keys, values, kind)
+            for keys, values, is_packed in zip(like.keys, like.values, packs, strict=True)
+        ]
         self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]  # by its methods, not its ancestors
         device = like.logits.device
         self._lengths = [0] * count
-        self._dtype = next(layer.keys.dtype for layer in self._layers)
+        self._dtype = self._layers[0].dtype
         self._places = torch.arange(self.room, device=device)
         self._rows = torch.arange(count, device=device)[:, None]
 
     def put(self, slot: int, read: Read) -> None:
         """A prompt into a slot."""
         for layer, keys, values in zip(self._layers, read.keys, read.values, strict=True):
-            layer.keys[slot, :, : read.length] = keys
-            layer.values[slot, :, : read.length] = values
+            layer.put(slot, keys, values)
         self._lengths[slot] = read.length
 
     def move(self, source: int, target: int) -> None:
         """One slot's text into another one."""
         end = self._lengths[source]
         for layer in self._layers:
-            layer.keys[target, :, :end] = layer.keys[source, :, :end]
-            layer.values[target, :, :end] = layer.values[source, :, :end]
+            layer.move(source, target, end)
         self._lengths[target] = end
 
     @torch.no_grad()
@@ -172,7 +139,7 @@ class ModelSlots:
         used = len(tokens)
         places = torch.tensor(self._lengths[:used], device=tokens.device)[:, None]
         end = min(self.room, -(-(max(self._lengths[:used]) + 1) // _ALIGNED) * _ALIGNED)
-        now = _Now(self._rows[:used], places, end)
+        now = Now(self._rows[:used], places, end, self._lengths[:used])
         for layer in self._layers:
             layer.now = now
         out = self.model(
@@ -213,20 +180,27 @@ class ModelSlots:
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Unsupported(f"the model's forward refuses masks by row ({first}).") from error
-        apart = difference(ours, own_step(self.model, read, token))
+        apart = difference(ours, own_step(self.model, read, token, self.kind))
         if not apart <= _ROUNDING.get(self._dtype, 0.04 * len(self._layers) ** 0.5):
             raise Unsupported(
                 f"a step with masks by row gives logits {apart:.2g} apart from the model's own."
             )
 
 
+def packed_layers(model: Any, kind: KVCache | None, count: int) -> list[bool]:
+    """Of each of ``count`` layers whether its keys and values are packed: those of full attention."""
+    if kind is None:
+        return [False] * count
+    return [name == FULL for name in layer_kinds(model.config)]
+
+
 @torch.no_grad()
-def own_step(model: nn.Module, read: Read, token: Tensor) -> Tensor:
-    """(vocabulary,) float32: the model's own logits behind a prompt and one token (1,)."""
+def own_step(model: nn.Module, read: Read, token: Tensor, kind: KVCache | None = None) -> Tensor:
+    """(vocabulary,) float32: the model's own logits behind a prompt and one token (1,), over such a cache."""
     out = model(
         input_ids=token[None],
         position_ids=torch.full((1, 1), read.length, device=token.device),
-        past_key_values=read.cache(),
+        past_key_values=read.cache(model, kind),
         use_cache=True,
     )
     return out.logits[0, -1].float()  # type: ignore[no-any-return]

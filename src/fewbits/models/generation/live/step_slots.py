@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.live.prompts import Read
 from fewbits.models.generation.live.slots import difference, own_step
 from fewbits.models.generation.loop import products_in_16_bits
+from fewbits.models.generation.packed_keys import pack_prompt, rows_of
 from fewbits.models.generation.speculation import ROUNDING
 from fewbits.models.generation.step import DecodeStep
 
@@ -27,19 +30,21 @@ class StepSlots:
     Steps of fewer rows, for when most texts have ended, work on the same keys and values.
     """
 
-    def __init__(self, model: nn.Module, *, count: int, room: int) -> None:
-        """Make room for ``count`` texts of ``room`` tokens.
+    def __init__(self, model: nn.Module, *, count: int, room: int, kind: KVCache | None = None) -> None:
+        """Make room for ``count`` texts of ``room`` tokens, keys and values in these formats.
 
         Raises:
             Unsupported: the model has no such step, or there is no memory.
         """
-        self.model, self.count, self.room = model, count, room
+        self.model, self.count, self.room, self.kind = model, count, room, kind
         try:
-            self._steps = [DecodeStep(model, batch=count, room=room)]
+            self._steps = [DecodeStep(model, batch=count, room=room, kv_cache=kind)]
         except torch.OutOfMemoryError as error:
             raise Unsupported(f"there is no memory for {count} texts of {room:,} tokens.") from error
         self._lengths = [0] * count
         self._now: tuple[DecodeStep, int] | None = None  # the step whose positions are those of so many texts
+        # A prompt of several texts is packed once; its own tensors are not kept for that.
+        self._packed: tuple[ReferenceType[Read], dict[int, Any]] | None = None
 
     @property
     def _whole(self) -> DecodeStep:
@@ -47,16 +52,36 @@ class StepSlots:
 
     def put(self, slot: int, read: Read) -> None:
         """A prompt into a slot."""
+        of_prompt = self._packed_prompt(read)
         for i, (keys, values) in enumerate(zip(read.keys, read.values, strict=True)):
+            if i in of_prompt:
+                own = rows_of(self._whole.packed[i], slice(slot, slot + 1))
+                for which, tensors in of_prompt[i].items():
+                    own.fill(which, *tensors)
+                continue
             self._whole.keys[i][slot, :, : read.length] = keys
             self._whole.values[i][slot, :, : read.length] = values
         self._lengths[slot], self._now = read.length, None
+
+    def _packed_prompt(self, read: Read) -> dict[int, Any]:
+        """Keys and values of a prompt as the step keeps them, by layer; none of those in 16 bits."""
+        if self._packed is None or self._packed[0]() is not read:
+            packed = {
+                i: pack_prompt(cache, read.keys[i], read.values[i]) for i, cache in self._whole.packed.items()
+            }
+            self._packed = ref(read), packed
+        return self._packed[1]
 
     def move(self, source: int, target: int) -> None:
         """One slot's text into another one."""
         end = self._lengths[source]
         for whole in (*self._whole.keys, *self._whole.values):
             whole[target, :, :end] = whole[source, :, :end]
+        for packed in self._whole.packed.values():
+            for which in ("keys", "values"):
+                for i, whole in enumerate(packed.stored(which)):
+                    most = end if i < 2 else whole.shape[2]  # codes and scales; newest and first
+                    whole[target, :, :most] = whole[source, :, :most]
         self._lengths[target], self._now = end, None
 
     @torch.no_grad()
@@ -85,7 +110,9 @@ class StepSlots:
         fewer = max(_FEWEST, used)
         if step.batch >= _SHRINK * fewer:
             with torch.inference_mode(False), torch.no_grad():
-                step = DecodeStep(self.model, batch=fewer, room=self.room, beside=self._whole)
+                step = DecodeStep(
+                    self.model, batch=fewer, room=self.room, beside=self._whole, kv_cache=self.kind
+                )
             self._steps.append(step)
         return step
 
@@ -98,7 +125,7 @@ class StepSlots:
         self.put(0, read)
         token = read.logits.argmax().reshape(1)
         with products_in_16_bits(self.model):
-            theirs = own_step(self.model, read, token)
+            theirs = own_step(self.model, read, token, self.kind)
         step = self._whole
         step.position.copy_(torch.tensor([read.length] + [0] * (self.count - 1)))
         step.tokens.zero_()
