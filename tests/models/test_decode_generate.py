@@ -16,6 +16,7 @@ from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop as decode_generate
 from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import left_padding, read_prompt
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
@@ -56,7 +57,7 @@ def test_every_step_gives_the_models_own_logits(family: str, recipe: str | None)
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     text = torch.cat([ids, tokens(3, 12, seed=5)], dim=1)
     whole = torch.cat([mask, torch.ones(3, 12, dtype=mask.dtype)], dim=1)
-    with torch.no_grad(), decode_generate.products_in_16_bits(model):
+    with torch.no_grad(), products_in_16_bits(model):
         own = model(
             input_ids=text, attention_mask=whole, position_ids=(whole.cumsum(-1) - 1).clamp(min=0)
         ).logits.float()

@@ -16,6 +16,7 @@ from fewbits.models.generation import loop as decode_generate
 from fewbits.models.generation import step as decode_step
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.packed_cache import PackedCache
+from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, left_padding, read_prompt
 from tests.models.tiny import tiny, tokens
 
@@ -60,7 +61,7 @@ def test_every_step_gives_the_logits_of_the_definition(family: str) -> None:
     ids, mask = prompt["input_ids"], prompt["attention_mask"]
     text = torch.cat([ids, tokens(3, 30, seed=5)], dim=1)
     kind = KVCache(**SMALL)
-    with torch.no_grad(), decode_generate.products_in_16_bits(model):
+    with torch.no_grad(), products_in_16_bits(model):
         padding = left_padding(ids, mask)
         state = decoding_of(model)
         read = read_prompt(model, ids, mask, padding, HowToRead(kind))

@@ -200,7 +200,7 @@ def test_products_in_16_bits_keep_nothing() -> None:
     assert "float8 values" not in str(fewbits.explain(model))
 
 
-def test_keys_and_values_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_come_first() -> None:
     """A step for which there is no memory beside them has them freed, and is tried again."""
     model, ids = for_inference(), tokens(2, 20)
     read(model, ids)
@@ -212,8 +212,7 @@ def test_keys_and_values_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return "a step"
 
-    monkeypatch.setattr(loop, "DecodeStep", scarce)
-    assert loop._new_step(model, 2, [512, 256], None, ()) == "a step"
+    assert loop._new_step(model, [512, 256], scarce) == "a step"
     assert tried[0] > 0 and tried[-1] == 0 and len(tried) == 3
     assert f"{ANEW}, for keys and values take the memory" in str(fewbits.explain(model))
     read(model, ids)

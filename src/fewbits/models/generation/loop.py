@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,12 +30,20 @@ from fewbits.decoder.fuse import free_prompt_weights
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
-from fewbits.kernels.product.matmul_packed import PLAIN
-from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
-from fewbits.models.generation.adapters_by_row import adapter_rows, names_adapters
-from fewbits.models.generation.calls import drops, option_of, other_speculation, other_way, with_stop_strings
+from fewbits.models.generation.adapters_by_row import adapter_rows
+from fewbits.models.generation.calls import (
+    drops,
+    option_of,
+    other_speculation,
+    other_way,
+    speculates,
+    with_stop_strings,
+)
+from fewbits.models.generation.model_state import state_of_model
+from fewbits.models.generation.model_step import ModelStep, why_no_model_step
 from fewbits.models.generation.own_caches import give_back, length_of
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
+from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
 from fewbits.models.generation.speculation import (
     MOST_GUESSES,
@@ -50,7 +58,6 @@ from fewbits.models.generation.speculation import (
 from fewbits.models.generation.step import DecodeStep, why_not
 from fewbits.models.generation.tokens import RefuseNotFinite, guarded, tokens_of
 from fewbits.models.packing.cache_choice import cache_of_call
-from fewbits.nn.linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,6 +65,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fewbits")
 # Beside the models and not on them: a CUDA graph can be neither copied nor pickled.
 _STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
+_EXACT = {torch.float32: 1e-3, torch.float64: 1e-6}  # how far apart logits may be; 16 bits: `ROUNDING`
 _ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
 # What transformers hands a loop beside the ids: read here, or of no consequence for it.
 _READ_HERE = {
@@ -74,17 +82,19 @@ _READ_HERE = {
 class Decoding:
     """What is kept on a model between calls: the step, whether it was proved, why there is none.
 
+    A step is one of decoding's kernels, or for families without them one of the model's own modules.
+
     A step has one cache: ``busy`` is held while one call decodes, and another one, of a second thread or of a
     stopping criterion that generates itself, goes to transformers' own loop meanwhile.
     """
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
-        self.step: DecodeStep | None = None
+        self.step: DecodeStep | ModelStep | None = None
         self.together: tuple[DecodeStep, DecodeStep] | None = None  # the step, and the one that verifies
         self.of_model: tuple[Any, ...] = ()
         self.proved, self.apart = False, float("nan")
-        self.refused = ""
+        self.refused = self.no_kernels = ""  # why there is no step at all, and none of decoding's kernels
         self.refused_caches: dict[KVCache, str] = {}  # the same of steps over packed keys and values
         self.said: set[str] = set()
 
@@ -113,9 +123,17 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     bound = inspect.signature(type(model).generate).bind_partial(model, *args, **keywords).arguments
     arguments = {**bound, **bound.pop("kwargs", {})}
     kind = cache_of_call(model, arguments, choice)
-    if (state.refused or state.refused_caches) and state.of_model != _state_of(model):
-        state.refused, state.refused_caches = "", {}  # the model is another one now
-    reason = state.refused or why_not(model) or other_way(model, arguments) or drops(model)
+    if (state.refused or state.no_kernels or state.refused_caches) and state.of_model != state_of_model(
+        model
+    ):
+        state.refused, state.no_kernels, state.refused_caches = "", "", {}  # the model is another one now
+    no_kernels = state.no_kernels or why_not(model)
+    reason = (
+        state.refused
+        or _why_no_step(model, no_kernels, arguments, kind)
+        or other_way(model, arguments)
+        or drops(model)
+    )
     reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
     if kind is not None:
         reason = reason or state.refused_caches.get(kind, "")
@@ -133,6 +151,18 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     loop = partial(_decode, beside=_Beside(streamer, draft, kind, own))
     rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
     return {**with_stop_strings(rest), "custom_generate": loop}
+
+
+def _why_no_step(model: nn.Module, no_kernels: str, arguments: dict[str, Any], kind: KVCache | None) -> str:
+    """Why neither decoding's kernels nor the model's own modules make a step for a call; "" if they do."""
+    if not no_kernels:
+        return ""
+    reason = why_no_model_step(model)
+    if not reason and (kind is not None or speculates(model, arguments)):
+        return f"{no_kernels}, and {'keys and values in few bits' if kind else 'guesses'} need its kernels"
+    if not reason or reason in no_kernels:
+        return no_kernels if reason else ""
+    return f"{no_kernels}, and {reason}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +216,7 @@ def _decode(
             state.say(str(error).rstrip("."))
         else:
             guessed = _speculation(model, draft, most, (input_ids, prompt, padding, mask), held)
-            if guessed is not None:
+            if guessed is not None and isinstance(step, DecodeStep):
                 tokens = SpeculativeTokens(
                     model, step, guessed, logits_processor, stopping_criteria, streamer
                 )
@@ -233,7 +263,7 @@ def _speculation(
     input_ids, prompt, padding, mask = prompted
     state = decoding_of(model)
     step = state.step
-    assert step is not None
+    assert isinstance(step, DecodeStep)  # `_why_no_step` has refused guesses over others
     try:
         if state.together is None or state.together[0] is not step or state.together[1].batch != most + 1:
             state.together = None  # its memory first
@@ -252,6 +282,8 @@ def _speculation(
             raise Unsupported("another call of generate() runs on the draft model")
         read = read_prompt(own, input_ids, mask, padding)
         guesser = _ready(of_draft, own, input_ids, read, padding, mask, step.room)
+        if not isinstance(guesser, DecodeStep):
+            raise Unsupported(f"the draft model has no kernels of a step ({of_draft.no_kernels})")
         return Speculation(Draft(guesser, input_ids[0].tolist(), most), together)
     except Unsupported as error:
         state.say(str(error).rstrip("."), "generate() decodes without guesses")
@@ -292,7 +324,7 @@ def _ready_or_as_before(
     input_ids: Tensor,
     prompt: ReadPrompt,
     rest: tuple[Tensor, Tensor | None, int, HowToRead],
-) -> DecodeStep:
+) -> DecodeStep | ModelStep:
     """`_ready`; without a step the caller's cache is as it was, for transformers' loop."""
     padding, mask, end, how = rest
     try:
@@ -311,14 +343,35 @@ def _ready(
     padding: Tensor,
     mask: Tensor | None,
     end: int,
-) -> DecodeStep:
-    """The step for this call, its cache filled with the prompt's keys and values."""
+) -> DecodeStep | ModelStep:
+    """The step for this call, its cache filled: of decoding's kernels, else of the model's own modules."""
+    call = (state, model, input_ids, prompt, padding, mask, end)
+    try:
+        return _ready_one(*call)
+    except Unsupported as error:
+        packed = getattr(prompt.cache, "kind", None) is not None
+        if state.no_kernels or packed or not state.refused or why_no_model_step(model):
+            raise
+        state.no_kernels, state.refused = str(error).rstrip("."), ""
+        return _ready_one(*call)
+
+
+def _ready_one(
+    state: Decoding,
+    model: nn.Module,
+    input_ids: Tensor,
+    prompt: ReadPrompt,
+    padding: Tensor,
+    mask: Tensor | None,
+    end: int,
+) -> DecodeStep | ModelStep:
+    """`_ready` with one kind of step."""
     batch, length = input_ids.shape
-    of_model = _state_of(model)
+    of_model = state_of_model(model)
     step = state.step
     kind = getattr(prompt.cache, "kind", None)
     rows = adapter_rows(model)
-    fits = step is not None and (step.batch, step.kv_cache) == (batch, kind) and step.room >= end
+    fits = step is not None and step.takes(batch) and step.kv_cache == kind and step.room >= end
     fits = fits and step is not None and bool(rows) == bool(step.adapters) and {*rows} <= {*step.adapters}
     if step is None or not fits or state.of_model != of_model:
         rooms = _rooms(
@@ -326,7 +379,7 @@ def _ready(
         )
         state.step = state.together = step = None  # their memory first
         try:
-            step = _new_step(model, batch, rooms, kind, rows)
+            step = _new_step(model, rooms, _maker(state, model, batch, prompt.cache, rows))
         except Unsupported as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 state.of_model = of_model
@@ -340,10 +393,21 @@ def _ready(
     step.first.copy_(padding)
     if not state.proved:
         _prove(state, model, step, prompt, mask)
+    if isinstance(step, ModelStep):
+        _record(state, step)
     return step
 
 
-def _rooms(model: Any, needed: int, before: DecodeStep | None) -> list[int]:
+def _record(state: Decoding, step: ModelStep) -> None:
+    """Have a step of the model's modules recorded for the texts at hand, or refuse it for good."""
+    try:
+        step.record()
+    except Unsupported as error:
+        state.step, state.refused = None, f"{state.no_kernels}, and {str(error).rstrip('.')}"
+        raise Unsupported(f"{state.refused}.") from error
+
+
+def _rooms(model: Any, needed: int, before: DecodeStep | ModelStep | None) -> list[int]:
     """Tokens of a new step: half as much again as one that has become too short, or just what is needed.
 
     A conversation that grows gets a new step, and a new graph, a few times and not every 256 tokens.
@@ -355,19 +419,33 @@ def _rooms(model: Any, needed: int, before: DecodeStep | None) -> list[int]:
     return sorted({-(-room // _ROOM_STEP) * _ROOM_STEP for room in rooms}, reverse=True)
 
 
+def _maker(
+    state: Decoding, model: nn.Module, batch: int, cache: Any, rows: tuple[str, ...]
+) -> Callable[[int], DecodeStep | ModelStep]:
+    """What makes a step for so many tokens of each text."""
+    state.no_kernels = state.no_kernels or why_not(model)
+    if not state.no_kernels:
+        kind, names = getattr(cache, "kind", None), sorted({*rows})
+        return lambda room: DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=names)
+    if why_no_model_step(model):
+        raise Unsupported(f"{state.no_kernels}.")
+    state.say(state.no_kernels, "generate() decodes by a CUDA graph of the model's own modules")
+    return lambda room: ModelStep(model, batch=batch, room=room, like=cache)
+
+
 def _new_step(
-    model: nn.Module, batch: int, rooms: list[int], kind: KVCache | None, rows: tuple[str, ...]
-) -> DecodeStep:
+    model: nn.Module, rooms: list[int], make: Callable[[int], DecodeStep | ModelStep]
+) -> DecodeStep | ModelStep:
     """A step with the first of these rooms for which there is memory."""
     for room in rooms:
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
             with torch.inference_mode(False), torch.no_grad():
-                return DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=sorted({*rows}))
+                return make(room)
         except torch.OutOfMemoryError as error:
             full = error
     if free_prompt_weights(model, "keys and values take the memory"):
-        return _new_step(model, batch, rooms, kind, rows)
+        return _new_step(model, rooms, make)
     raise Unsupported(f"there is no memory for the keys and values of {rooms[-1]:,} tokens.") from full
 
 
@@ -380,7 +458,7 @@ def _refuse(state: Decoding, kind: KVCache | None, reason: str) -> None:
 
 
 def _prove(
-    state: Decoding, model: nn.Module, step: DecodeStep, prompt: ReadPrompt, mask: Tensor | None
+    state: Decoding, model: nn.Module, step: DecodeStep | ModelStep, prompt: ReadPrompt, mask: Tensor | None
 ) -> None:
     """One token through both ways; refuses the step for good if they differ by more than rounding."""
     if not bool(prompt.logits.isfinite().all()):  # no fault of the step
@@ -389,58 +467,19 @@ def _prove(
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
     plain = step.kv_cache is None  # such a cache forgets a token without loss, and a copy takes its memory
     cache = prompt.cache if plain else deepcopy(prompt.cache)
-    with products_in_16_bits(model):
-        apart = step.difference(model, cache, longer)
+    try:
+        with products_in_16_bits(model):
+            apart = step.difference(model, cache, longer)
+    except Unsupported as error:
+        state.step = None
+        _refuse(state, step.kv_cache, str(error).rstrip("."))
+        raise
     if plain:
         cache.crop(-1)
-    if not apart <= ROUNDING * len(step.keys) ** 0.5:
+    if not apart <= _EXACT.get(step.keys[0].dtype, ROUNDING * len(step.keys) ** 0.5):
         state.step = None
-        reason = f"one step through its kernels gives logits {apart:.2g} apart from the model's own"
+        how = "through its kernels" if isinstance(step, DecodeStep) else "over fixed places for its keys"
+        reason = f"one step {how} gives logits {apart:.2g} apart from the model's own"
         _refuse(state, step.kv_cache, reason)
         raise Unsupported(f"{reason}.")
     state.proved, state.apart = True, apart
-
-
-@contextmanager
-def products_in_16_bits(model: nn.Module) -> Iterator[None]:
-    """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
-    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
-    operands = [m.operands for m in rounding]
-    try:
-        for module in rounding:
-            module.operands = PLAIN
-        yield
-    finally:
-        for module, before in zip(rounding, operands, strict=True):
-            module.operands = before
-
-
-def _state_of(model: Any) -> tuple[Any, ...]:
-    """Which modules it is made of, which adapters take part, where weights lie, who has a forward of its own.
-
-    A model that answers otherwise than before needs another step, and another proof.
-    """
-    state: list[Any] = []
-    for module in model.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "merged"):
-            active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
-            state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
-        state.append((id(module), type(module)))
-        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
-        hooks = [(number, hook) for number, hook in hooks if not names_adapters(hook)]
-        listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
-        if listeners or "forward" in vars(module):
-            state.append((*listeners, id(vars(module).get("forward"))))
-    state.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    return tuple(state)
-
-
-def _asks_for_gradients(hook: Any) -> bool:
-    """Whether a hook is the one that we, transformers and PEFT put on embeddings: it changes no number.
-
-    Trainers put on a new one between two rollouts, which would cost a new step, and its proof, each time.
-    """
-    name = getattr(hook, "__name__", "")
-    local = name.startswith("make_inputs_require_grad")
-    theirs = local and hook.__module__.startswith(("transformers.", "peft."))
-    return hook is let_gradients_begin or theirs

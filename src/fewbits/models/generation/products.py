@@ -6,15 +6,20 @@ multiplies. Everything is a launch without the host, so that a CUDA graph can re
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fewbits.formats.base import Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
 from fewbits.kernels.generation.operands import LowRankSum, Product
+from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.nn.linear import QuantizedLinear
 
 
 class ManyRows:
@@ -49,3 +54,17 @@ class ManyRows:
             inner = branch.inner.to(self._dtype) if branch.a is None else x @ branch.a.t()
             y = torch.addmm(y, inner, branch.weight.t(), alpha=branch.scale)
         return y
+
+
+@contextmanager
+def products_in_16_bits(model: nn.Module) -> Iterator[None]:
+    """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
+    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
+    operands = [m.operands for m in rounding]
+    try:
+        for module in rounding:
+            module.operands = PLAIN
+        yield
+    finally:
+        for module, before in zip(rounding, operands, strict=True):
+            module.operands = before

@@ -216,6 +216,10 @@ class DecodeStep:
         """Kernels of ours in a step."""
         return len(self._calls)
 
+    def takes(self, batch: int) -> bool:
+        """Whether it is one of so many sequences."""
+        return batch == self.batch
+
     def refresh(self) -> None:
         """Take over the adapters' newest values."""
         self._adapters.refresh()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, NotFinite
+from fewbits.models.generation.model_step import ModelStep
 from fewbits.models.generation.step import DecodeStep
 from fewbits.nn.finite import why_not_finite
 
@@ -67,7 +68,7 @@ def _is_a_users(processor: Any) -> bool:
 class _Extras:
     """What a call wants to have beside the tokens."""
 
-    def __init__(self, step: DecodeStep, config: Any) -> None:
+    def __init__(self, step: DecodeStep | ModelStep, config: Any) -> None:
         self.step, self.config, self.begin = step, config, int(step.position[0])
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
@@ -99,7 +100,7 @@ class _Extras:
 
 def tokens_of(
     model: nn.Module,
-    step: DecodeStep,
+    step: DecodeStep | ModelStep,
     logits: Tensor,
     input_ids: Tensor,
     logits_processor: Any,

@@ -12,8 +12,8 @@ from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.live.prompts import Read
 from fewbits.models.generation.live.slots import difference, own_step
-from fewbits.models.generation.loop import products_in_16_bits
 from fewbits.models.generation.packed_keys import pack_prompt, rows_of
+from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.speculation import ROUNDING
 from fewbits.models.generation.step import DecodeStep
 

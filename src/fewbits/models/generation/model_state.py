@@ -1,0 +1,39 @@
+"""What a step of decoding is made from: when it changes, the step is made and compared anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
+from fewbits.models.generation.adapters_by_row import names_adapters
+
+
+def state_of_model(model: Any) -> tuple[Any, ...]:
+    """Which modules it is made of, which adapters take part, where weights lie, who has a forward of its own.
+
+    A model that answers otherwise than before needs another step, and another proof.
+    """
+    state: list[Any] = []
+    for module in model.modules():
+        if hasattr(module, "lora_A") and hasattr(module, "merged"):
+            active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
+            state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        state.append((id(module), type(module)))
+        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        hooks = [(number, hook) for number, hook in hooks if not names_adapters(hook)]
+        listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
+        if listeners or "forward" in vars(module):
+            state.append((*listeners, id(vars(module).get("forward"))))
+    state.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    return tuple(state)
+
+
+def _asks_for_gradients(hook: Any) -> bool:
+    """Whether a hook is the one that we, transformers and PEFT put on embeddings: it changes no number.
+
+    Trainers put on a new one between two rollouts, which would cost a new step, and its proof, each time.
+    """
+    name = getattr(hook, "__name__", "")
+    local = name.startswith("make_inputs_require_grad")
+    theirs = local and hook.__module__.startswith(("transformers.", "peft."))
+    return hook is let_gradients_begin or theirs

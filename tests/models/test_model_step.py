@@ -1,0 +1,303 @@
+"""Steps by a model's own modules over fixed places, as a GPU records them; here they run as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fewbits
+from fewbits.errors import Unsupported
+from fewbits.models.fast import with_methods
+from fewbits.models.generation import loop
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.model_step import HostReads, ModelStep, why_no_model_step
+from tests.models.emulated import on_a_cpu
+from tests.models.hybrids import HYBRIDS, hybrid
+from tests.models.mixtures import MIXTURES, mixture
+from tests.models.tiny import FAMILIES, tiny, tokens
+from tests.models.unwritten import UNFUSED, unwritten
+
+GREEDY = {"do_sample": False, "max_new_tokens": 14}
+
+
+def one_of(names: tuple[str, ...], quick: str) -> list[Any]:
+    """All of them, of which one says it quickly."""
+    return [pytest.param(name, marks=() if name == quick else pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Everything but the question whether there is a GPU; the number of texts of each step taken."""
+    real, advance = why_no_model_step, ModelStep.advance
+
+    def without_the_gpu(model: Any) -> str:
+        reason = real(model)
+        return "" if reason == "the model is not on one GPU" else reason
+
+    taken: list[int] = []
+
+    def counted(self: ModelStep) -> Tensor:
+        taken.append(self.batch)
+        return advance(self)
+
+    monkeypatch.setattr(loop, "why_no_model_step", without_the_gpu)
+    monkeypatch.setattr(ModelStep, "advance", counted)
+    return taken
+
+
+def ready(model: Any) -> Any:
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return with_methods(model)
+
+
+def padded(length: int = 20, rows: int = 3) -> dict[str, Tensor]:
+    """Prompts, all but the second padded on the left."""
+    ids = tokens(rows, length, seed=length)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[2:, : length - 1] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def same_as_transformers(model: Any, **words: Any) -> None:
+    """One loop, calls of other lengths, fewer texts and more of them."""
+    for given in (padded(), padded(9), padded(26, rows=2), padded(9, rows=1), padded(12, rows=4)):
+        asked = {**GREEDY, **given, **words}
+        torch.manual_seed(0)
+        need = type(model).generate(model, **asked)
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**asked), need)
+
+
+@pytest.mark.parametrize("family", one_of(FAMILIES, "gemma2"))
+def test_known_families_give_the_tokens_of_transformers(family: str, steps: list[int]) -> None:
+    """Sandwich norms, soft caps, windows of 16 tokens that every text outgrows."""
+    model = ready(tiny(family))
+    same_as_transformers(model)
+    assert steps == [3] * 26 + [2] * 13 + [1] * 13 + [4] * 13
+    assert not decoding_of(model).refused and decoding_of(model).apart < 1e-3
+
+
+@pytest.mark.parametrize("family", one_of(UNFUSED, "stablelm"))
+def test_families_that_run_unfused_give_the_tokens_of_transformers(family: str, steps: list[int]) -> None:
+    model = ready(unwritten(family))
+    same_as_transformers(model)
+    assert len(steps) == 65, decoding_of(model).refused
+
+
+@pytest.mark.parametrize("family", one_of(MIXTURES, "mixtral"))
+def test_mixtures_of_experts(family: str, steps: list[int]) -> None:
+    """By products that the device groups; the loop over experts that are hit asks the host, and says so."""
+    model = ready(mixture(family))
+    model.config.output_router_logits = False  # with which transformers' own loop refuses padding
+    model.set_experts_implementation("batched_mm")
+    same_as_transformers(model)
+    assert len(steps) == 65, decoding_of(model).refused
+    del steps[:]
+    model.set_experts_implementation("eager")
+    loop._STATES.pop(model)
+    same_as_transformers(model)
+    assert not steps and "Experts asks the host for values (aten." in decoding_of(model).refused
+
+
+@pytest.mark.parametrize("family", one_of(HYBRIDS, "lfm2"))
+def test_hybrids_are_refused(family: str, steps: list[int]) -> None:
+    """They keep states that are no keys and values by position; transformers' loop has them as ever."""
+    model = ready(hybrid(family))
+    assert why_no_model_step(model) not in ("", "the model is not on one GPU")
+    ids = tokens(2, 12)
+    assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
+    assert not steps
+
+
+def test_what_users_pass(steps: list[int]) -> None:
+    """Drawn tokens, processors, ends, several answers, streamers: all of it is transformers' own."""
+    model, given = ready(tiny("gemma2")), padded()
+    same_as_transformers(model, do_sample=True, temperature=0.8, top_k=20, num_return_sequences=2)
+    same_as_transformers(model, repetition_penalty=1.5, no_repeat_ngram_size=2, bad_words_ids=[[7], [9]])
+    free = type(model).generate(model, **given, **GREEDY)
+    same_as_transformers(model, eos_token_id=int(free[0, 25]))
+    assert set(steps) == {6, 4, 2, 8, 3, 1}
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.seen.append(-1)
+
+    ours, theirs = Streamer(), Streamer()
+    model.generate(given["input_ids"][1:2], **GREEDY, streamer=ours)
+    type(model).generate(model, given["input_ids"][1:2], **GREEDY, streamer=theirs)
+    assert ours.seen == theirs.seen and ours.seen[-1] == -1
+
+
+def test_scores_and_caches_come_back() -> None:
+    model, ids = ready(tiny("gemma3_text")), tokens(2, 20)
+    asked = {**GREEDY, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ours, theirs = model.generate(ids, **asked), type(model).generate(model, ids, **asked)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for name in ("scores", "logits"):
+        for a, b in zip(getattr(ours, name), getattr(theirs, name), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert ours.past_key_values.get_seq_length() == 33
+
+
+def test_another_room_and_more_texts_are_another_step_and_fewer_are_not() -> None:
+    model = ready(unwritten("stablelm"))
+    state = decoding_of(model)
+    model.generate(tokens(4, 20), **GREEDY)
+    step = state.step
+    for rows, length in ((1, 7), (3, 90), (4, 2)):
+        model.generate(tokens(rows, length), **GREEDY)
+        assert state.step is step
+    model.generate(tokens(5, 7), **GREEDY)
+    assert state.step is not step
+
+
+@pytest.mark.parametrize("recipe", one_of(("qlora_nf4", "int8", "qlora_nf4_fp8"), "qlora_nf4_fp8"))
+@pytest.mark.parametrize("family", one_of(("gemma2", "phi3"), "gemma2"))
+def test_packed_weights_and_adapters_with_their_newest_values(family: str, recipe: str) -> None:
+    """One step for all values of an adapter; products in 16 bits, as kernels of a step have them."""
+    model = tiny(family)
+    fewbits.convert(model, recipe)
+    adapted = fewbits.get_peft_model(ready(model), r=4, target_modules="all-linear").eval()
+    state, ids = decoding_of(model), tokens(2, 20)
+    before, step = None, None
+    for _ in range(3):
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.2)
+        tokens_of_it = adapted.generate(ids, **GREEDY)
+        if recipe != "qlora_nf4_fp8":
+            assert torch.equal(tokens_of_it, type(model).generate(model, ids, **GREEDY))
+        assert before is None or not torch.equal(tokens_of_it, before)
+        assert isinstance(state.step, ModelStep) and state.step is (step or state.step)
+        before, step = tokens_of_it, state.step
+    with adapted.disable_adapter():
+        plain = adapted.generate(ids, **GREEDY)
+        assert not torch.equal(plain, before) and state.step is not step
+
+
+def test_kernels_that_are_refused_leave_the_modules(
+    steps: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A float32 model has no kernels of a step; it is found when the step is made, once."""
+    on_a_cpu(monkeypatch)
+    model = ready(tiny("llama"))
+    same_as_transformers(model)
+    assert len(steps) == 65 and "float32" in decoding_of(model).no_kernels
+    said = [record.message for record in caplog.records if "generate() decodes" in record.message]
+    assert len(said) == 1 and "by a CUDA graph of the model's own modules: the model computes in" in said[0]
+
+
+class _Asks(nn.Module):
+    """Looks at what it computes, as some routers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if bool(x.abs().max() >= 0) else x
+
+
+class _Counts(nn.Module):
+    """Adds what stands on the host and grows with each call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) + self.calls
+
+
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (_Asks, "_Asks asks the host for values (aten._local_scalar_dense.default)"),
+        (_Counts, "one step over fixed places for its keys gives logits"),
+    ],
+)
+def test_what_a_graph_would_get_wrong_is_refused(
+    wrap: Any, said: str, steps: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = ready(tiny("gemma2")), tokens(2, 20)
+    model.model.layers[1].mlp = wrap(model.model.layers[1].mlp)
+    for _ in range(3):
+        out = model.generate(ids, **GREEDY)
+        assert out.shape == (2, 34)
+    assert not steps and said in decoding_of(model).refused
+    lines = [record.message for record in caplog.records if "transformers' own loop" in record.message]
+    assert len({*lines}) == len(lines) <= 2 and any(said in line for line in lines)
+    model.model.layers[1].mlp = model.model.layers[1].mlp.inner
+    same_as_transformers(model)  # the model is another one now
+    assert len(steps) == 65
+
+
+def test_a_recording_that_fails_leaves_transformers_loop(
+    steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = ready(tiny("gemma2")), tokens(2, 20)
+
+    def fails(self: ModelStep) -> None:
+        raise Unsupported("its modules cannot be recorded in a CUDA graph (operation not permitted).")
+
+    monkeypatch.setattr(ModelStep, "record", fails)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
+    assert (
+        not steps and "cannot be recorded" in decoding_of(model).refused and decoding_of(model).step is None
+    )
+
+
+def test_what_is_known_not_to_work() -> None:
+    model = tiny("gemma2")
+    assert why_no_model_step(model) == "the model is not on one GPU"
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert why_no_model_step(model) == "model.layers.0 has hooks, which a CUDA graph would not call"
+    handle.remove()
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert "depends on the length" in why_no_model_step(model)
+
+
+def test_a_wait_is_found_and_numbers_of_the_host_are_not() -> None:
+    x = torch.arange(4)
+    with HostReads(x.device):
+        assert (x + 1).shape == (4,)
+        for wait in (lambda: bool(x[0]), lambda: x.nonzero(), lambda: x.unique(), lambda: x.sum().item()):
+            with pytest.raises(Unsupported, match="asks the host for values"):
+                wait()
+    with HostReads(torch.device("meta")):
+        assert x.sum().item() == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "phi3"])
+def test_a_graph_gives_the_tokens_of_the_plain_loop(family: str) -> None:
+    model = ready(tiny(family).cuda())
+    for rows, length in ((3, 20), (1, 9), (2, 40), (3, 30)):
+        ids = tokens(rows, length).cuda()
+        assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
+    step = decoding_of(model).step
+    assert isinstance(step, ModelStep) and sorted(step.graphs) == [1, 2, 3]
+
+
+@pytest.mark.gpu
+def test_a_wait_on_a_gpu_is_found_before_anything_is_recorded() -> None:
+    model = ready(tiny("gemma2").cuda())
+    model.model.layers[1].mlp = _Asks(model.model.layers[1].mlp)
+    ids = tokens(2, 20).cuda()
+    assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
+    assert "asks the host" in decoding_of(model).refused
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert torch.multinomial(torch.ones(3, device="cuda"), 1).item() in range(3)
