@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,33 @@ def test_the_command_goes_on_where_it_was_stopped(
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
     assert main([*words[:-6], "--recover", "1"]) == 1
     assert "--recover says how to calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_replaced_source_is_rounded_anew(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What waits beside the destination is known by the source's files, not by its path alone."""
+    source = tmp_path / "base"
+    shutil.copytree(folders / "base", source)
+    words = ["quantize", str(source), str(tmp_path / "out"), "--format", "int4_g32", "--recover", "0.05"]
+    words += ["--calibrate", str(folders / "rows.jsonl"), "--samples", "4", "--length", "32", "--json"]
+    with monkeypatch.context() as changed:
+        changed.setattr(recovery, "write_packed", None)
+        assert main(words) != 0
+    model = FastLanguageModel.from_pretrained(source, load_in_4bit=False)[0]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.save_pretrained(source)
+    capsys.readouterr()
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert "was rounded by an earlier call" not in told.err and "output_errors" in json.loads(told.out)
+    packed = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)[0]
+    weight = model.model.layers[0].mlp.up_proj.weight.float()
+    decoded = packed.model.layers[0].mlp.up_proj.packed.dequantize(torch.float32)
+    assert (decoded - weight).norm() < 0.2 * weight.norm()
 
 
 def test_what_cannot_be_recovered_is_refused(folders: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from fewbits.cli.rounding_report import check_report, write_report
 from fewbits.cli.tables import quantization_table
 from fewbits.errors import BadInput
 from fewbits.inference.rounding.budget import CANDIDATES, Budget
+from fewbits.inference.rounding.kept_work import folder_facts
 from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_checkpoint
 from fewbits.models.folders.whole_folder import check_destination
 from fewbits.training.calibration.recovery import RecoveryResult, check_minutes, recover_checkpoint
@@ -66,7 +67,7 @@ def _rounded_folder(args: Namespace) -> Path:
     target, rows = Path(args.destination).absolute(), Path(args.calibrate)
     text = hashlib.sha256(rows.read_bytes()).hexdigest() if rows.is_file() else ""
     facts = [
-        Path(args.source).resolve(),
+        folder_facts(args.source),
         args.format,
         args.bits,
         args.method,

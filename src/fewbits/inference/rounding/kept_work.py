@@ -98,12 +98,18 @@ class KeptWork:
 
 def fingerprint(source: Any, format: str, method: str, windows: Tensor) -> str:
     """What a call is known by: the files of its source, its format and method, its text (windows, T)."""
-    files = inspect_folder(source).files
     facts = [
-        str(Path(source).resolve()),
-        *(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files),
+        folder_facts(source),
         format,
         method,
         hashlib.sha256(windows.numpy().tobytes()).hexdigest(),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+def folder_facts(folder: Any) -> str:
+    """Where a model folder lies and what its files are, so that one put in its place is told from it."""
+    files = [*inspect_folder(folder).files, *sorted(Path(folder).glob("*.json"))]
+    stats = [(file.name, file.stat()) for file in files]
+    of_files = (f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return "\n".join([str(Path(folder).resolve()), *of_files])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.inference.rounding.kept_work import KeptWork, fingerprint
+from fewbits.inference.rounding.kept_work import KeptWork, fingerprint, folder_facts
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.folders.checkpoint import inspect_folder
@@ -123,7 +123,7 @@ def recover_checkpoint(
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
         size = min(length, positions)
         windows = read_windows(rows, tokenizer, length=size, count=_WINDOWS, least=2 * size).to(device)
-        call = fingerprint(source, _facts(rounded), f"recovery of {minutes:g} minutes", windows.cpu())
+        call = fingerprint(source, folder_facts(rounded), f"recovery of {minutes:g} minutes", windows.cpu())
         kept_work = KeptWork(target, call, suffix=".recovery")
         work = _Learner(model, teacher, windows)
         before = work.divergence()
@@ -159,11 +159,6 @@ def _check_pair(teacher: Any, model: Any, source: str | Path, rounded: str | Pat
             f"{rounded} has embeddings of {tuple(sizes[1])} and {source} of {tuple(sizes[0])}: they are of"
             " different models; name the one that was rounded."
         )
-
-
-def _facts(folder: str | Path) -> str:
-    files = inspect_folder(folder).files
-    return " ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)
 
 
 class _Learner:
