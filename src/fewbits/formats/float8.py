@@ -12,6 +12,7 @@ and 2**-4). (Not where float16 itself runs out of exponent.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +24,7 @@ from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Coding, Contract
 from fewbits.formats.rounding import round_to_integer
+from fewbits.formats.scale_search import GivenScales, Grid, ScaleSearch, ascending, of_rows
 
 # mantissa bits, exponent of the smallest normal number, largest number, torch's type
 _KINDS = {"e4m3": (3, -6, 448.0, torch.float8_e4m3fn), "e5m2": (2, -14, 57344.0, torch.float8_e5m2)}
@@ -95,6 +97,20 @@ class Float8(BlockFormat):
         """See `BlockFormat.decoded`."""
         return codes.float() * scales
 
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`; the scales of tiles and of the tensor stay those of `quantize`."""
+        numbers = torch.arange(256, dtype=torch.uint8).view(self.torch_dtype).float().tolist()
+        listed = [v if abs(v) <= self.largest else torch.nan for v in numbers]
+        values, codes = ascending(listed, weight.device)
+        if self.block[0] == 1:
+            return _Search(values, codes, self.torch_dtype)
+        scales = self.quantize(weight).scales
+
+        def parts_of(codes: Tensor) -> dict[str, Tensor]:
+            return {"codes": codes.view(self.torch_dtype), "scales": scales}
+
+        return GivenScales(values, codes, of_rows(scales, self.block, len(weight)), parts_of)
+
     def _round_stochastic(self, x: Tensor, uniform: Tensor) -> Tensor:
         """To one of the two neighbouring numbers of the kind, so that the later cast is exact."""
         mantissa_bits, lowest, _, _ = _KINDS[self.kind]
@@ -103,6 +119,30 @@ class Float8(BlockFormat):
             torch.float32
         )  # a power of two, so nothing below rounds
         return round_to_integer(x / step, uniform) * step
+
+
+class _Search(ScaleSearch):
+    """A scale for each block of a row; larger ones than the smallest possible move the codes' places."""
+
+    continuous = True
+
+    def __init__(self, values: Tensor, codes: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(values, codes)
+        self.dtype = dtype
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`."""
+        absmax = block.abs().amax(-1, keepdim=True)
+        for quarter in range(4):
+            scale = (divide(absmax, float(self.values[-1])) * 2 ** (quarter / 4)).clamp_min(SMALLEST_SCALE)
+            yield Grid(self.values, self.codes, scale, torch.zeros_like(scale), scale)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`."""
+        return {
+            "codes": codes.view(self.dtype),
+            "scales": torch.cat([grid.stored for grid in grids], 1),
+        }
 
 
 def _family(kind: str) -> tuple[Float8, ...]:

@@ -26,9 +26,11 @@ from fewbits.formats.base import Family, Format, Packed, PartSpec
 from fewbits.formats.blocks import ceil_div, packed_nothing
 from fewbits.formats.contract import Contract
 from fewbits.formats.gguf_layouts import LAYOUTS
+from fewbits.formats.gguf_search import GGUFSearch
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
 from fewbits.formats.minifloat import E2M1, exponential
 from fewbits.formats.rounding import first_of_largest, random_uniform, round_to_integer
+from fewbits.formats.scale_search import ScaleSearch
 from fewbits.formats.tables import round_to_table, table
 
 _CHUNK = 1 << 20  # values at a time: temporaries stay small however large the tensor
@@ -124,6 +126,13 @@ class GGUFBlocks(Format):
             out[start : start + step] = values.reshape(-1, sizes.size)
         rows = out.view(prod(whole[:-1]), -1)[:, : whole[-1]]
         return rows.reshape(packed.shape).contiguous()
+
+    def scale_search(self, weight: Tensor) -> ScaleSearch | None:
+        """See `Format.scale_search`."""
+        low, high = _RANGES.get(self.kind, (0, -1))
+        numbers = _TABLES.get(self.kind) or tuple(float(q) for q in range(low, high + 1))
+        sizes = SEARCHED.get(self.kind, _BY_IMPORTANCE.get(self.kind))
+        return GGUFSearch(self.kind, numbers, _PLAIN.get(self.kind), sizes, weight.device)
 
     def _write(self, blocks: Tensor, uniform: Tensor | None, importance: Tensor | None) -> Tensor:
         """(B, size) float32, and how much each value counts, to (B, bytes of a block) uint8."""

@@ -139,6 +139,8 @@ class WholeNumbers(BlockFormat):
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""
+        if self.block[0] != 1:
+            return None
         numbers = torch.arange(-self.max_code - self.zero_point, self.max_code + 1, device=weight.device)
         return _Search(self, numbers.float(), numbers.to(torch.int8).view(torch.uint8))
 

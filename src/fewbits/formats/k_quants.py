@@ -118,7 +118,8 @@ def _range(kind: SubBlocks) -> tuple[int, int]:
     return (0, 2**kind.bits - 1) if kind.affine else (-(2 ** (kind.bits - 1)), 2 ** (kind.bits - 1) - 1)
 
 
-def _scale_range(kind: SubBlocks) -> tuple[int, int]:
+def scale_range(kind: SubBlocks) -> tuple[int, int]:
+    """The least and the largest whole scale of a sub-block; 1 and 1 for a type without any."""
     if kind.affine:
         return 0, 2**kind.scale_bits - 1
     if not kind.scale_bits:
@@ -126,8 +127,8 @@ def _scale_range(kind: SubBlocks) -> tuple[int, int]:
     return -(2 ** (kind.scale_bits - 1)), 2 ** (kind.scale_bits - 1) - 1
 
 
-def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
-    """Real scales and minima of each sub-block, the best of several, rounded to whole numbers."""
+def fit_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Real scales and minima of sub-blocks (B, S, n), the best of several: (B, S, 1) each."""
     _, high = _range(kind)
     low_x = x.amin(-1, keepdim=True).clamp_max(0.0)
     span = x.amax(-1, keepdim=True).clamp_min(0.0) - low_x
@@ -141,7 +142,12 @@ def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
         best = torch.where(better, error, best)
         scale = torch.where(better, new_scale, scale)
         minimum = torch.where(better, new_minimum, minimum)
-    _, most = _scale_range(kind)
+    return scale, minimum
+
+
+def _first_affine(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
+    scale, minimum = fit_affine(x, kind, weights)
+    _, most = scale_range(kind)
     d = _half(scale.amax(1, keepdim=True) * (1 / most))
     dmin = _half(minimum.amax(1, keepdim=True) * (1 / most))
     s = (scale * _inverse(d)).round_().clamp_(0, most)
@@ -164,7 +170,8 @@ def _fit_line(x: Tensor, q: Tensor, weights: Tensor | None) -> tuple[Tensor, Ten
     return torch.where(lies_above, through_zero, scale), minimum.masked_fill(lies_above, 0.0)
 
 
-def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
+def fit_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Tensor:
+    """Real scales, of either sign, of sub-blocks (B, S, n), the best of several: (B, S, 1)."""
     low, high = _range(kind)
     step = (high - low) / (2**kind.bits - 1) * _STEP
     farthest = x.gather(-1, first_of_largest(x.abs()))
@@ -177,7 +184,12 @@ def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fiel
             error = _squares(x - fitted * q, weights)
             better = error < best
             best, scale = torch.where(better, error, best), torch.where(better, fitted, scale)
-    lowest, most = _scale_range(kind)
+    return scale
+
+
+def _first_symmetric(x: Tensor, kind: SubBlocks, weights: Tensor | None) -> Fields:
+    scale = fit_symmetric(x, kind, weights)
+    lowest, most = scale_range(kind)
     largest = scale.gather(1, first_of_largest(scale.abs().transpose(1, 2)))
     d = _half(largest / (lowest if kind.scale_bits else 1))
     s = (scale * _inverse(d)).round_().clamp_(lowest, most)
@@ -197,7 +209,7 @@ def _squares(error: Tensor, weights: Tensor | None) -> Tensor:
 
 def _try_neighbours(x: Tensor, codes: Fields, kind: SubBlocks, weights: Tensor | None) -> None:
     """Move each sub-block's whole-number scale and minimum by at most one where the error falls."""
-    lowest, most = _scale_range(kind)
+    lowest, most = scale_range(kind)
     best = _squares(x - codes.values(), weights)
     s, m, q = codes.s, codes.m, codes.q
     for ds in (-1, 0, 1):

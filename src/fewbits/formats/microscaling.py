@@ -115,6 +115,8 @@ class Microscaling(BlockFormat):
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""
+        if self.block[0] != 1:
+            return None
         return _Search(self, *ascending(self.values, weight.device))
 
     def _scales(self, absmax: Tensor) -> Tensor:

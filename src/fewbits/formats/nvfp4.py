@@ -34,7 +34,7 @@ from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, 
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import E2M1
 from fewbits.formats.rounding import sum_in_order
-from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, ascending
+from fewbits.formats.scale_search import SHRINK, GivenScales, Grid, ScaleSearch, ascending, of_rows
 from fewbits.formats.tables import table
 
 _SCALE = torch.float8_e4m3fn
@@ -117,8 +117,13 @@ class NVFP4Blocks(BlockFormat):
 
     def scale_search(self, weight: Tensor) -> ScaleSearch | None:
         """See `Format.scale_search`."""
-        whole = self.quantize(weight).parts[self.whole_scale]
-        return _Search(self, whole, *ascending(E2M1.values, weight.device))
+        parts, (values, codes) = self.quantize(weight).parts, ascending(E2M1.values, weight.device)
+        whole = parts[self.whole_scale]
+        if self.block[0] == 1:
+            return _Search(self, whole, values, codes)
+        scales = of_rows(parts["scales"], self.block, len(weight))
+        scales = scales / whole if self.divides else scales * whole
+        return GivenScales(values, codes, scales, lambda codes: {**parts, "codes": pack_bits(codes, 4)})
 
     def _whole_scale(self, blocks: Tensor) -> Tensor:
         """The tensor's scale, or its inverse, over what is finite: (1,)."""
@@ -165,7 +170,8 @@ class _Search(ScaleSearch):
         """See `ScaleSearch.candidates`."""
         absmax = block.abs().amax(-1, keepdim=True)
         whole = 1 / self.whole if self.format.divides else self.whole
-        for part in SHRINK:
+        tried = (1.0, 1.5, *SHRINK[1:]) if self.format.four_over_six else SHRINK
+        for part in tried:
             exact = (absmax * part / 6 / whole).clamp(_SMALLEST_BLOCK_SCALE, _LARGEST_SCALE)
             stored = exact.to(_SCALE).float()
             yield Grid(self.values, self.codes, stored * whole, torch.zeros_like(absmax), stored)

@@ -8,7 +8,7 @@ a block may take, and the parts of the packed weight. Each format writes its own
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -52,12 +52,23 @@ class ScaleSearch(ABC):
 
     Attributes:
         continuous: whether any positive float32 can be a scale, and is stored as it is.
+        size: columns under one `Grid`; None: those of the format's block.
     """
 
     continuous: ClassVar[bool] = False
+    size: int | None = None
 
     def __init__(self, values: Tensor, codes: Tensor) -> None:
         self.values, self.codes = values, codes
+
+    def begin(self, start: int, columns: Tensor, importance: Tensor) -> None:  # noqa: B027 (most need nothing)
+        """Told when a block of the format is reached, before the grids in it are asked for.
+
+        Args:
+            start: its first column.
+            columns: (N, columns of a block) float32, the values there.
+            importance: how much the squared error of each column counts, of their number.
+        """
 
     @abstractmethod
     def candidates(self, block: Tensor) -> Iterator[Grid]:
@@ -71,6 +82,47 @@ class ScaleSearch(ABC):
             codes: (N, K) uint8, as `Grid.round` gives them.
             grids: one for each block of columns.
         """
+
+
+class GivenScales(ScaleSearch):
+    """For scales that several rows share: those that the format itself would take, and no others.
+
+    Args:
+        values: (C,) float32, ascending and once each: what a code stands for.
+        codes: (C,) uint8: the code of each.
+        scales: (N, blocks) float32, of each row's blocks.
+        parts_of: makes the packed weight's parts of codes (N, K) uint8.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        parts_of: Callable[[Tensor], dict[str, Tensor]],
+    ) -> None:
+        super().__init__(values, codes)
+        self.scales, self.parts_of, self.number = scales, parts_of, 0
+
+    def begin(self, start: int, columns: Tensor, importance: Tensor) -> None:
+        """See `ScaleSearch.begin`, for (N, columns)."""
+        self.number = start // columns.shape[1]
+
+    def candidates(self, block: Tensor) -> Iterator[Grid]:
+        """See `ScaleSearch.candidates`, for (N, size)."""
+        scale = self.scales[: len(block), self.number : self.number + 1]
+        yield Grid(self.values, self.codes, scale, torch.zeros_like(scale), scale)
+
+    def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        """See `ScaleSearch.parts`, for codes (N, K)."""
+        return self.parts_of(codes)
+
+
+def of_rows(scales: Tensor, block: tuple[int, int], rows: int) -> Tensor:
+    """Scales of tiles (R, C) or of a whole tensor (1,) as those of each row's blocks: (rows, C)."""
+    if block[0] == 0:
+        return scales.view(1, 1).float().expand(rows, 1)
+    return scales.float().repeat_interleave(block[0], 0)[:rows]
 
 
 def ascending(table: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:

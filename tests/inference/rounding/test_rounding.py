@@ -17,14 +17,17 @@ from fewbits.formats import FORMATS
 from fewbits.host.spec import spec_for
 from fewbits.inference.rounding.activations import LayerMoments, first_inputs, moments_of, output_of
 from fewbits.inference.rounding.awq import fold_scales, folds_of
-from fewbits.inference.rounding.gptq import gptq, loss_of, nearest
-from fewbits.inference.rounding.grids import Choice, Grids
+from fewbits.inference.rounding.gptq import choose_by_gptq, choose_nearest, gptq, loss_of, nearest
+from fewbits.inference.rounding.grids import Grids
 from tests.models.tiny import tiny
 
 NAMES = ("int4_g32", "int3_g64_zp", "int2_zp", "int8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "nf4", "fp4")
+FP8 = ("float8_e4m3", "float8_e4m3_row", "float8_e5m2_1x128", "float8_e4m3_128x128")
+TWO_LEVELS = ("nvfp4_16x16", "nvfp4_4o6")
+GGUF = tuple(sorted(name for name in FORMATS if name.startswith("gguf_")))
 
 
-def problem(rows: int = 48, columns: int = 128) -> tuple[Tensor, Tensor]:
+def problem(rows: int = 48, columns: int = 256) -> tuple[Tensor, Tensor]:
     """A weight, and the second moments of inputs that depend on one another."""
     generator = torch.Generator().manual_seed(0)
     mix = torch.randn(columns, columns, generator=generator) / columns**0.5
@@ -32,7 +35,7 @@ def problem(rows: int = 48, columns: int = 128) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, columns, generator=generator), x.t() @ x / 512
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *FP8, *TWO_LEVELS, *GGUF))
 def test_gptq_loses_less_than_rounding_to_nearest(name: str) -> None:
     weight, hessian = problem()
     format = FORMATS[name]
@@ -44,18 +47,36 @@ def test_gptq_loses_less_than_rounding_to_nearest(name: str) -> None:
     assert searched < 1.1 * plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *FP8, *TWO_LEVELS, *GGUF))
 def test_codes_decode_to_the_values_that_were_chosen(name: str) -> None:
     weight, _ = problem()
     grids = Grids(FORMATS[name], weight)
-    blocks = weight.split(grids.size, dim=1)
-    chosen = [grids.plain(block) for block in blocks]
-    rounded = [grid.round(block) for grid, block in zip(chosen, blocks, strict=True)]
-    codes, values = (torch.cat(parts, 1) for parts in zip(*rounded, strict=True))
-    packed = grids.finish(Choice(codes=codes, grids=chosen, wanted=weight), torch.float32)
-    torch.testing.assert_close(packed.dequantize(), values, rtol=1e-6, atol=1e-7)
+    choice = choose_nearest(weight, grids, None, search=False)
+    pairs = zip(choice.grids, weight.split(grids.size, dim=1), strict=True)
+    values = torch.cat([grid.round(block)[1] for grid, block in pairs], 1)
+    packed = grids.finish(choice, torch.float32)
+    torch.testing.assert_close(packed.dequantize(), values, rtol=1e-6, atol=1e-6)
     theirs = FORMATS[name].quantize(weight).dequantize()
-    assert (values - theirs).abs().gt(1e-6).float().mean() < 0.01  # the plain grid is the format's own
+    if name != "nvfp4_4o6":  # which chooses between two scales: the plain grid is one of them
+        assert (values - theirs).abs().gt(1e-6).float().mean() < 0.01  # the plain grid is the format's own
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_blocks_of_zeros_and_of_one_sign_decode_to_what_was_chosen(name: str) -> None:
+    """Scales of zero, minima without a scale, and a super-block with a sub-block of zeros in it."""
+    weight, hessian = problem(6, 512)
+    weight[0] = 0
+    weight[1, 256:272] = 0
+    weight[2] = weight[2].abs() + 3
+    weight[3] = -weight[3].abs() - 3
+    weight[4, :256] = 0.25
+    grids = Grids(FORMATS[name], weight)
+    for choice in (choose_nearest(weight, grids, hessian), choose_by_gptq(weight, grids, hessian)):
+        packed = grids.finish(choice, torch.float32)
+        blocks = zip(choice.grids, choice.codes.split(grids.size, dim=1), strict=True)
+        values = [(g.values[codes.int()] - g.zero) * g.scale for g, codes in blocks]
+        torch.testing.assert_close(packed.dequantize(), torch.cat(values, 1), rtol=1e-5, atol=1e-5)
+        assert bool((packed.dequantize()[0] == 0).all())
 
 
 def test_inputs_that_are_always_zero_cost_nothing() -> None:
@@ -67,7 +88,7 @@ def test_inputs_that_are_always_zero_cost_nothing() -> None:
 
 def test_what_cannot_be_rounded_is_refused() -> None:
     weight, hessian = problem()
-    for name in ("gguf_q4_k", "nf4_dq"):
+    for name in ("int8_tensor", "nf4_dq"):
         with pytest.raises(Unsupported, match="not rounded by calibration"):
             gptq(weight, FORMATS[name], hessian)
     with pytest.raises(Unsupported, match="rows of 96 do not fill"):

@@ -40,6 +40,7 @@ def choose_nearest(weight: Tensor, grids: Grids, hessian: Tensor | None, *, sear
     chosen, codes = [], torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     for start in range(0, w.shape[1], grids.size):
         at = slice(start, start + grids.size)
+        grids.reach(start, w, importance)
         grid = grids.best(w[:, at], importance[at]) if search else grids.plain(w[:, at])
         codes[:, at] = grid.round(w[:, at])[0]
         chosen.append(grid)
@@ -77,14 +78,14 @@ def choose_by_gptq(weight: Tensor, grids: Grids, hessian: Tensor, *, damping: fl
     codes = torch.empty(N, K, dtype=torch.uint8, device=w.device)
     chosen: list[Grid] = []
     grid: Grid | None = None
-    step = max(grids.size if grids.size < K else _COLUMNS, _COLUMNS)
-    step = -(-step // grids.size) * grids.size if grids.size < K else step
+    step = _COLUMNS if grids.whole == K else -(-_COLUMNS // grids.whole) * grids.whole
     for first in range(0, K, step):
         last = min(first + step, K)
         errors = torch.zeros(N, last - first, dtype=torch.float32, device=w.device)
         for column in range(first, last):
             if column % grids.size == 0:
                 at = slice(column, column + grids.size)
+                grids.reach(column, w, importance)
                 grid = grids.best(w[:, at], importance[at])
                 chosen.append(grid)
             assert grid is not None

@@ -36,9 +36,12 @@ class Grids:
     """The grids of one weight under one format.
 
     Args:
-        format: whole numbers in groups of a row or a row, an MX format, NVFP4 in rows, or a table of 16
-            values.
+        format: one with a `fewbits.formats.scale_search`.
         weight: (N, K) float32.
+
+    Attributes:
+        size: columns under one grid.
+        whole: columns of a block of the format, which may hold several grids.
 
     Raises:
         Unsupported: another format, or one whose blocks the rows do not fill.
@@ -47,20 +50,26 @@ class Grids:
     def __init__(self, format: Format, weight: Tensor) -> None:
         self.format, self.shape = format, (weight.shape[0], weight.shape[1])
         K = weight.shape[1]
-        rows, columns = format.contract.block
-        self.size = columns or K
-        search = format.scale_search(weight) if rows == 1 else None
+        search = format.scale_search(weight)
         if search is None:
             raise Unsupported(
                 f"{format.name} is not rounded by calibration; choose whole numbers in groups (int4_g128), "
-                "an MX format, nvfp4, nf4 or fp4, or leave out --calibrate."
+                "FP8, an MX format, nvfp4, nf4, fp4 or a GGUF type, or leave out --calibrate."
             )
-        if K % self.size:
+        self.whole = format.contract.block[1] or K
+        self.size = search.size or self.whole
+        if K % self.whole:
             raise Unsupported(
-                f"{format.name} has blocks of {self.size} values, which rows of {K} do not fill; choose a "
+                f"{format.name} has blocks of {self.whole} values, which rows of {K} do not fill; choose a "
                 "smaller block."
             )
         self.search = search
+
+    def reach(self, column: int, weight: Tensor, importance: Tensor) -> None:
+        """Called before the grid of a column is asked for, with the whole weight (N, K) as it then is."""
+        if column % self.whole == 0:
+            at = slice(column, column + self.whole)
+            self.search.begin(column, weight[:, at], importance[at])
 
     def plain(self, block: Tensor) -> Grid:
         """The grid that the format itself would take for a block (N, size)."""
