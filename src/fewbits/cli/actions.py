@@ -181,6 +181,7 @@ def quantize(args: Namespace) -> int:
     """``fewbits quantize``."""
     from fewbits.cli.tables import quantization_table
     from fewbits.inference.export import quantize_checkpoint
+    from fewbits.models.packing.gguf_mix import recipe_of_format
 
     if args.calibrate is not None:
         from fewbits.cli.calibration import calibrate
@@ -193,7 +194,7 @@ def quantize(args: Namespace) -> int:
         raise BadInput(
             "neither --recipe nor --format says what to quantise to; give one, as in --recipe qlora_nf4."
         )
-    recipe = args.recipe or {"name": args.format, "linear": {"weight": args.format}}
+    recipe = args.recipe or recipe_of_format(args.source, args.format)
     with Progress("tensors") as advance:
         result = quantize_checkpoint(
             args.source, args.destination, recipe, overwrite=args.overwrite, progress=advance

@@ -18,29 +18,21 @@ from fewbits.inference.rounding.budget import CANDIDATES, Budget
 from fewbits.inference.rounding.kept_work import folder_facts
 from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_checkpoint
 from fewbits.models.folders.whole_folder import check_destination
+from fewbits.models.packing.gguf_mix import recipe_of_format
+from fewbits.recipes import Recipe, get_recipe
 from fewbits.training.calibration.recovery import RecoveryResult, check_minutes, recover_checkpoint
 
 
 def calibrate(args: Namespace) -> int:
-    """Round to ``args.format`` or within ``args.bits``; with ``args.recover`` distil for some minutes after.
-
-    Raises:
-        BadInput: no format and no budget, or several formats and no budget.
-    """
-    names = () if args.format is None else tuple(args.format.split(","))
-    if args.bits is None and len(names) != 1:
-        raise BadInput(
-            "--calibrate rounds to one format: give --format NAME in place of --recipe; or it chooses for "
-            "each linear within a budget, --bits N, and among --format a,b,c."
-        )
+    """Round to formats or within ``args.bits``; with ``args.recover`` distil for some minutes after."""
+    format = _wanted(args)
     if args.report is not None:
         check_report(Path(args.report))
-    format = names[0] if args.bits is None else Budget(bits=args.bits, formats=names or CANDIDATES)
     if args.recover is None:
         return _show(args, _round(args, format, args.destination, overwrite=args.overwrite), None)
     check_minutes(args.recover)
     check_destination(args.destination, overwrite=args.overwrite, protected=[args.source])
-    rounded = _rounded_folder(args)
+    rounded = _rounded_folder(args, format)
     result = None
     if (rounded / "config.json").is_file():
         sys.stderr.write(f"{rounded} was rounded by an earlier call of this command; recovery goes on.\n")
@@ -62,14 +54,34 @@ def calibrate(args: Namespace) -> int:
     return _show(args, result, recovery)
 
 
-def _rounded_folder(args: Namespace) -> Path:
+def _wanted(args: Namespace) -> Recipe | Budget:
+    """What the words ask for: one format, a recipe, one of GGUF's mixes, or a budget.
+
+    Raises:
+        BadInput: nothing, or several formats and no budget, or a budget and a recipe.
+    """
+    names = () if args.format is None else tuple(args.format.split(","))
+    if args.bits is not None:
+        if args.recipe is not None:
+            raise BadInput("--bits chooses each linear's format, and so does --recipe; give one of them.")
+        return Budget(bits=args.bits, formats=names or CANDIDATES)
+    if args.recipe is not None:
+        return get_recipe(args.recipe)
+    if len(names) != 1:
+        raise BadInput(
+            "--calibrate needs to be told what to round to: --format NAME, a --recipe with formats, or a "
+            "budget, --bits N, to be spent among --format a,b,c."
+        )
+    return recipe_of_format(args.source, names[0])
+
+
+def _rounded_folder(args: Namespace, format: Recipe | Budget) -> Path:
     """Where the rounded model waits until it has recovered: beside the destination, its name this call's."""
     target, rows = Path(args.destination).absolute(), Path(args.calibrate)
     text = hashlib.sha256(rows.read_bytes()).hexdigest() if rows.is_file() else ""
     facts = [
         folder_facts(args.source),
-        args.format,
-        args.bits,
+        format,
         args.method,
         args.samples,
         args.length,
@@ -80,7 +92,7 @@ def _rounded_folder(args: Namespace) -> Path:
 
 
 def _round(
-    args: Namespace, format: str | Budget, folder: str | Path, *, overwrite: bool
+    args: Namespace, format: Recipe | Budget, folder: str | Path, *, overwrite: bool
 ) -> CalibrationResult:
     with Progress("layers") as advance:
         result = calibrate_checkpoint(

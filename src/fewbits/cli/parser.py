@@ -280,7 +280,11 @@ def _quantize(commands: Commands) -> None:
     sub.add_argument("destination", metavar="DST", help="folder to write")
     what = sub.add_mutually_exclusive_group()
     what.add_argument("--recipe", metavar="RECIPE", help="recipe whose weight formats are used")
-    what.add_argument("--format", metavar="FORMAT", help="format of the decoder's linears, such as int4_g128")
+    what.add_argument(
+        "--format",
+        metavar="FORMAT",
+        help="format of the decoder's linears, such as int4_g128; or a GGUF mix, gguf:q4_k_m",
+    )
     sub.add_argument(
         "--calibrate",
         metavar="ROWS",

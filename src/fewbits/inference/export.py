@@ -113,7 +113,7 @@ def quantize_checkpoint(
         NotFinite: a weight holds a NaN or an infinity, packed or not.
         Unsupported: the source is quantised already, or its architecture is unknown.
     """
-    chosen = _for_storage(get_recipe(recipe))
+    chosen = for_storage(get_recipe(recipe))
     target = Path(destination)
     check_destination(target, overwrite=overwrite, protected=[source])
     checkpoint = inspect_folder(source)
@@ -156,7 +156,8 @@ class _Item(NamedTuple):
     squared_norm: float = 0.0
 
 
-def _for_storage(recipe: Recipe) -> Recipe:
+def for_storage(recipe: Recipe) -> Recipe:
+    """The recipe that stores in packed form what one for quantisation-aware training aims at."""
     if recipe.qat is None:
         return recipe
     return replace(recipe, linear=Rule(weight=recipe.qat.weight, activation=recipe.qat.activation), qat=None)

@@ -16,6 +16,7 @@ from fewbits.inference.rounding import pipeline
 from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_checkpoint
 from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import get_recipe
 from tests.models.loading import packed_state, same, save_tiny
 from tests.models.mixtures import save_mixture
 from tests.models.unwritten import save_unwritten
@@ -138,8 +139,10 @@ def test_bad_input_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytes
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "base")
     words = ["quantize", str(tmp_path / "base"), str(tmp_path / "out"), "--calibrate", str(rows(tmp_path))]
-    assert main([*words, "--recipe", "int8"]) == 1
-    assert "give --format" in capsys.readouterr().err
+    assert main(words) == 1
+    assert "--format NAME, a --recipe with formats" in capsys.readouterr().err
+    assert main([*words, "--recipe", "int8", "--bits", "4"]) == 1
+    assert "--bits chooses each linear's format, and so does --recipe" in capsys.readouterr().err
     assert main([*words[:3], "--format", "int8", "--method", "awq"]) == 1
     assert "give --calibrate" in capsys.readouterr().err
     assert main([*words, "--format", "mxfp4", "--samples", "4", "--length", "64", "--json"]) == 0
@@ -281,3 +284,78 @@ def test_a_folder_of_the_users_is_not_taken_away(tmp_path: Path) -> None:
     (mine / "state.json").write_text('{"of": ')  # of a run that was killed while it wrote it
     calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int4_g32", kept, windows=(2, 64))
     assert not mine.exists()
+
+
+def test_a_recipe_gives_each_linear_its_format(tmp_path: Path) -> None:
+    """Stopped and taken up again it is the same; what it leaves alone stays; else it is refused."""
+    save_tiny(tmp_path / "base")
+    recipe = get_recipe(
+        {
+            "name": "mixed",
+            "linear": {"weight": "int4_g32"},
+            "overrides": {"*.mlp.down_proj": {"weight": "float8_e4m3_row"}, "*.v_proj": {"weight": "mxfp4"}},
+            "skip": ["*.layers.1.self_attn.o_proj"],
+        }
+    )
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    call = [tmp_path / "base", tmp_path / "out", recipe, rows(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_checkpoint(*call, windows=(4, 64), progress=stop)  # type: ignore[arg-type]
+    result = calibrate_checkpoint(*call, windows=(4, 64))  # type: ignore[arg-type]
+    assert result.resumed == 1 and result.recipe == "mixed, gptq"
+    loaded = FastLanguageModel.from_pretrained(tmp_path / "out", dtype=torch.float32)[0]
+    found = {n: m.format.name for n, m in loaded.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(found) == 13 and "model.layers.1.self_attn.o_proj" not in found
+    for name, format in found.items():
+        leaf = name.rpartition(".")[2]
+        assert format == {"down_proj": "float8_e4m3_row", "v_proj": "mxfp4"}.get(leaf, "int4_g32")
+    assert {layer.name: layer.format for layer in result.layers} == found
+    for change, message in (
+        ({"head": {"weight": "int8"}}, "packs the output head, which calibration leaves"),
+        ({"linear": {}, "overrides": {}}, "packs no weight of this model"),
+        ({"linear": {"weight": "int8_tensor"}}, "int8_tensor is not rounded by calibration"),
+    ):
+        plain = {"name": "mixed", "linear": {"weight": "int4_g32"}, **change}
+        call[1:3] = tmp_path / "other", get_recipe(plain)
+        with pytest.raises((BadInput, Unsupported), match=message):
+            calibrate_checkpoint(*call, windows=(4, 64))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_gguf_mix_is_calibrated_and_leaves_as_it_is(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each linear in the type that llama.cpp's mix gives it, nearer than the same mix without text."""
+    pytest.importorskip("gguf")
+    source = shared / "data" / "models" / "stories3m"
+    text = (shared / "data" / "text" / "tinystories_val.txt").read_text(encoding="utf-8")[:40_000]
+    given = tmp_path / "rows.jsonl"
+    given.write_text("".join(json.dumps({"text": t}) + "\n" for t in text.split("<|endoftext|>")))
+    words = ["quantize", str(source), "--format", "gguf:q3_k_m"]
+    size = ["--calibrate", str(given), "--samples", "24", "--length", "128"]
+    assert main([*words, str(tmp_path / "nearest")]) == 0
+    assert main([*words, str(tmp_path / "out"), *size]) == 0
+    models = [
+        FastLanguageModel.from_pretrained(f, dtype=torch.float32, load_in_4bit=False)
+        for f in (source, tmp_path / "nearest", tmp_path / "out")
+    ]
+    names = [{n: m.format.name for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+             for model, _ in models]  # fmt: skip
+    assert names[1] == names[2] and {"gguf_q4_0", "gguf_q4_k"} < set(names[1].values())
+    ids = torch.tensor(models[0][1]("Once upon a time there was a little girl who had a red ball.").input_ids)
+    with torch.no_grad():
+        plain, nearest, chosen = (m(input_ids=ids[None]).logits.log_softmax(-1) for m, _ in models)
+    divergences = [float((plain.exp() * (plain - q)).sum(-1).mean()) for q in (nearest, chosen)]
+    assert divergences[1] < 0.7 * divergences[0]
+    model, tokenizer = models[2]
+    receipt = model.save_pretrained_gguf(tmp_path / "gguf", tokenizer, "q3_k_m")
+    back, _ = FastLanguageModel.from_pretrained(receipt.path, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            assert torch.equal(back.get_submodule(name).packed.codes, module.packed.codes), name
+    capsys.readouterr()
+    assert main([*words[:2], str(tmp_path / "o"), "--format", "gguf:q9"]) == 1
+    assert "there is no GGUF method 'q9'" in capsys.readouterr().err

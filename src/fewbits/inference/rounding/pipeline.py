@@ -7,9 +7,10 @@ What is done is kept beside the destination after every layer: the same call goe
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.transposed import as_linear, is_transposed
-from fewbits.inference.export import LayerError, QuantizeResult
+from fewbits.inference.export import LayerError, QuantizeResult, for_storage
 from fewbits.inference.rounding.activations import distance, first_inputs, output_of
 from fewbits.inference.rounding.awq import folds_of
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
@@ -39,6 +40,8 @@ from fewbits.models.loading.in_memory import mark_loaded
 from fewbits.models.packing.convert import linears_to_replace
 from fewbits.models.packing.experts import expert_modules
 from fewbits.models.packing.packed import is_packed, put
+from fewbits.models.packing.packed_head import head_rule
+from fewbits.models.packing.recipe_patterns import unmatched_patterns
 from fewbits.models.stochastic.rotations import rotate_residual, rotate_values
 from fewbits.models.writing.calibration_rows import read_windows
 from fewbits.nn.linear import QuantizedLinear
@@ -77,7 +80,7 @@ class CalibrationResult(QuantizeResult):
 def calibrate_checkpoint(
     source: str | Path,
     destination: str | Path,
-    format: str | Format | Mapping[str, Any] | Budget,
+    format: str | Format | Mapping[str, Any] | Budget | Recipe,
     rows: str | Path,
     *,
     method: str = "gptq",
@@ -92,8 +95,9 @@ def calibrate_checkpoint(
             computed one at a time on a GPU if there is one.
         destination: the folder to write; never the source. Beside it, as ".calibration" after its
             name, the work is kept until it is done.
-        format: of the decoder's linears: whole numbers in groups or rows, an MX format, nvfp4, nf4, fp4. Or a
-            `Budget`: each linear's format is then chosen by the loss that was measured with it alone rounded.
+        format: of the decoder's linears: whole numbers in groups or rows, FP8, an MX format, nvfp4, nf4, fp4,
+            a GGUF type. Or a `Recipe`, which may give each linear another one. Or a `Budget`: each linear's
+            format is then chosen by the loss that was measured with it alone rounded.
         rows: JSON Lines with "text" or "messages".
         method: steps joined by "+", from `fewbits.inference.rounding.methods`: "rotate", "smooth" or "awq";
             "nearest" (under scales with the least error), "gptq" or "gptaq"; "learned", or with the number of
@@ -112,23 +116,24 @@ def calibrate_checkpoint(
     if samples < 1 or length < 1:
         raise BadInput(f"{samples} windows of {length} tokens hold no text; give at least one of each.")
     budget, target = format if isinstance(format, Budget) else None, Path(destination)
-    choices = [get_format(name) for name in budget.formats] if budget else [_one_format(format)]
+    choices = [get_format(name) for name in budget.formats] if budget else []
+    recipe = _recipe_of(choices[0] if isinstance(format, Budget) else format)
     check_destination(target, overwrite=overwrite, protected=[source])
     with one_writer(target):
         check_destination(target, overwrite=overwrite, protected=[source])  # whoever wrote may have ended
         model, tokenizer = _plain_model(source, rotate=how.rotate)
-        work = _Work(model, choices, how)
+        work = _Work(model, recipe, choices, how)
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or length
         tokens = read_windows(
             rows, tokenizer, length=min(length, positions), count=samples, least=work.most_columns
         )
-        chosen = budget.text if budget else choices[0].text
+        chosen = budget.text if budget else work.text
         progress_folder = KeptWork(target, fingerprint(source, chosen, method, tokens))
         if budget is not None:
             work.choose(budget, tokens, progress_folder, progress)
         before = sum(p.numel() * p.element_size() for p in model.parameters())
         resumed = work.run(tokens, progress_folder, progress)
-        name = "mixed" if budget else choices[0].name
+        name = "mixed" if budget else recipe.name
         mark_loaded(model, f"{name}_{method.replace('+', '_')}")
         with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
             write_packed(model, folder, published=target)
@@ -165,36 +170,65 @@ def _plain_model(source: str | Path, *, rotate: bool) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def _one_format(format: Any) -> Format:
+def _recipe_of(format: str | Format | Mapping[str, Any] | Recipe) -> Recipe:
+    if isinstance(format, Recipe):
+        return for_storage(format)
     value: Format = get_format(format)
-    return value
+    return Recipe(name=value.name, linear=Rule(weight=value))
+
+
+def _packed_rules(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
+    """The rules of the decoder's linears that the recipe packs.
+
+    Raises:
+        BadInput: it packs none.
+        Unsupported: it packs something else.
+    """
+    head = head_rule(model, spec_for(model), recipe)
+    if head is not None and head.rule.weight is not None:
+        raise Unsupported(
+            f"the recipe {recipe.name!r} packs the output head, which calibration leaves as it is; leave its"
+            " head out, or leave out --calibrate."
+        )
+    rules = {n: r for n, r in linears_to_replace(model, recipe).items() if r.weight is not None}
+    if not rules:
+        raise BadInput(
+            f"the recipe {recipe.name!r} packs no weight of this model; choose one such as qlora_nf4."
+        )
+    return rules
 
 
 class _Work:
     """The model while its layers are rounded one after another."""
 
-    def __init__(self, model: nn.Module, choices: list[Format], method: Method) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, choices: list[Format], method: Method) -> None:
         self.model, self.method = model, method
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.layers = list(layer_names(model, spec_for(model)))
-        rules = linears_to_replace(model, Recipe(name="calibrated", linear=Rule(weight=choices[0])))
-        self.formats = dict.fromkeys(rules, choices[0])
+        unmatched_patterns(model, spec_for(model), recipe)
+        self.rules = rules = _packed_rules(model, recipe)
+        self.formats = {name: rule.weight for name, rule in rules.items() if rule.weight is not None}
         self.linears = {
             layer: [n.removeprefix(f"{layer}.") for n in rules if n.startswith(f"{layer}.")]
             for layer in self.layers
         }
-        weights = [as_linear(model.get_submodule(name)).weight for name in rules]
-        for weight in weights:
-            for format in choices:
+        weights = {name: as_linear(model.get_submodule(name)).weight for name in rules}
+        for name, weight in weights.items():
+            for format in choices or [self.formats[name]]:
                 # refuses before the work begins
                 Grids(format, torch.zeros(1, weight.shape[1], dtype=torch.float32))
-        self.most_columns = max((weight.shape[1] for weight in weights), default=0)
+        self.most_columns = max((weight.shape[1] for weight in weights.values()), default=0)
         self.errors: dict[str, LayerError] = {}
         self.output_errors: dict[str, float] = {}
         self.folded = 0
         self.drift: list[float] = []
         self.steps: list[Step] = []
         self.predicted_loss: float | None = None
+
+    @property
+    def text(self) -> str:
+        """Which format each linear gets, as text."""
+        return json.dumps({name: format.text for name, format in self.formats.items()})
 
     def choose(
         self, budget: Budget, windows: Tensor, cache: KeptWork, progress: Callable[[int, int], None] | None
@@ -245,7 +279,7 @@ class _Work:
             full, weight = f"{name}.{leaf}", as_linear(layer.get_submodule(leaf)).weight.detach()
             self.output_errors[full] = rounded.errors[leaf]
             self.errors[full] = _error(full, weight, packed)
-            _put_packed(layer, leaf, packed)
+            _put_packed(layer, leaf, packed, self.rules[full])
 
     def notes(self, rounded: int) -> Iterator[str]:
         """Sentences about a finished run, of whose layers so many were rounded now."""
@@ -274,17 +308,17 @@ class _Work:
             format = self.formats[full]
             parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in format.layout(shape)}
             packed = Packed(format, shape, weight.dtype, parts)
-            _put_packed(layer, leaf, packed)
+            _put_packed(layer, leaf, packed, self.rules[full])
             self.output_errors[full], error = numbers[full]
             self.errors[full] = _error(full, weight, packed, error)
         layer.load_state_dict(tensors, strict=False)
 
 
-def _put_packed(layer: Any, leaf: str, packed: Packed) -> None:
+def _put_packed(layer: Any, leaf: str, packed: Packed, rule: Rule) -> None:
     linear = layer.get_submodule(leaf)
     meta = nn.Linear(packed.shape[1], packed.shape[0], bias=False, dtype=packed.dtype, device="meta")
     meta.bias = linear.bias
-    quantized = QuantizedLinear.from_linear(meta, Rule(weight=packed.format))
+    quantized = QuantizedLinear.from_linear(meta, replace(rule, weight=packed.format))
     quantized.load_packed(packed)
     quantized.transposed = is_transposed(linear)
     put(layer, leaf, quantized.train(linear.training))
