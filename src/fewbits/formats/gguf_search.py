@@ -47,7 +47,7 @@ class GGUFSearch(ScaleSearch):
         self.kind, self.layout, self.plain, self.sizes = kind, LAYOUTS[kind], plain, sizes
         self.size = self.layout.sub
         self.first: Fields | None = None
-        self.importance = torch.ones(0)
+        self.importance = torch.ones(0, dtype=torch.float32)
         self.sub = 0
 
     def begin(self, start: int, columns: Tensor, importance: Tensor) -> None:
