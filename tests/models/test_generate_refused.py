@@ -35,6 +35,22 @@ def test_a_prompt_without_tokens(shape: tuple[int, int]) -> None:
         model_of("llama").generate(torch.zeros(shape, dtype=torch.long), max_new_tokens=1)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([[1, 2]], "the prompt is a list; give a tensor"),
+        (torch.tensor([1, 2]), r"the prompt is \(2,\) of torch.int64; give whole numbers \(batch, length\)"),
+        (torch.ones(1, 3), "the prompt is .* of torch.float32; give whole numbers"),
+        (torch.tensor([[1, 96]]), "has the token 96, and the model knows 0 to 95"),
+        (torch.tensor([[1, -100]]), "has the token -100, and the model knows 0 to 95"),
+    ],
+)
+def test_a_prompt_that_is_no_tokens_of_the_model(prompt: Any, message: str) -> None:
+    """On a GPU such a token ends the process."""
+    with pytest.raises(BadInput, match=message):
+        model_of("llama").generate(prompt, max_new_tokens=1)
+
+
 def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     config = model.config

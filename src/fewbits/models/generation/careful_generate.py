@@ -27,7 +27,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     fluent nonsense.
 
     Raises:
-        BadInput: a prompt without tokens, or one that fills the model's context.
+        BadInput: a prompt without tokens, one that fills the model's context, or no tokens of this model.
         NotFinite: the model's logits are NaN or infinite.
         torch.OutOfMemoryError: the batch does not fit; the message says how many texts would.
     """
@@ -37,7 +37,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = inspect.signature(of_class).bind_partial(model, *args, **kwargs).arguments
     arguments = {**arguments, **arguments.pop("kwargs", {})}
     ids = _prompt_of(arguments)
-    _check_prompt(model, ids)
+    if not getattr(model.config, "is_encoder_decoder", False):
+        _check_kind(model, arguments)
+        _check_prompt(model, ids, arguments)
     if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         kwargs = {"use_cache": True, **kwargs}
         training = [module for module in model.modules() if module.training]
@@ -63,9 +65,9 @@ def _prompt_of(arguments: dict[str, Any]) -> Tensor | None:
     return ids if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
 
 
-def _check_prompt(model: Any, ids: Tensor | None) -> None:
+def _check_prompt(model: Any, ids: Tensor | None, arguments: dict[str, Any]) -> None:
     """Raise `BadInput` for a prompt that nothing can be generated from."""
-    if ids is None or getattr(model.config, "is_encoder_decoder", False):
+    if ids is None:
         return
     length = ids.shape[1]
     if not ids.numel():
@@ -77,6 +79,42 @@ def _check_prompt(model: Any, ids: Tensor | None) -> None:
         raise BadInput(
             f"the prompt has {length:,} tokens and the model's context holds {context:,}; shorten it, or "
             f"load the model with max_seq_length={length + 256} or more."
+        )
+    _check_tokens(model, ids, arguments)
+
+
+def _check_tokens(model: Any, ids: Tensor, arguments: dict[str, Any]) -> None:
+    """Raise `BadInput` for tokens that the model does not have, which would end the process on a GPU.
+
+    What stands for images or sounds may be any number, and is the model's own business.
+    """
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    others = set(arguments) - {name for name in arguments if name.startswith(("pixel", "image", "audio"))}
+    if known is None or others != set(arguments) or ids.device.type == "meta":
+        return
+    least, most = torch.stack([ids.min(), ids.max()]).tolist()
+    if least < 0 or most >= known:
+        wrong = least if least < 0 else most
+        raise BadInput(
+            f"the prompt has the token {wrong}, and the model knows 0 to {known - 1:,}; use its tokenizer."
+        )
+
+
+def _check_kind(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise `BadInput` for a prompt that is no tensor (batch, length) of tokens."""
+    given = next(
+        (arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None), None
+    )
+    if given is None or getattr(model, "main_input_name", "") != "input_ids":
+        return
+    if not isinstance(given, Tensor):
+        raise BadInput(
+            f"the prompt is a {type(given).__name__}; give a tensor (batch, length) of tokens, as"
+            ' tokenizer(..., return_tensors="pt") makes it.'
+        )
+    if given.dim() != 2 or given.is_floating_point():
+        raise BadInput(
+            f"the prompt is {tuple(given.shape)} of {given.dtype}; give whole numbers (batch, length)."
         )
 
 

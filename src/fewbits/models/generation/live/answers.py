@@ -108,8 +108,8 @@ def answers(
         else:
             texts = batch.run(rows)
         for text in texts:
-            if text.stopped_by == "not finite":
-                refuse(base, f"row {text.row.index + 1}")
+            if text.stopped_by in ("not finite", "banned"):
+                refuse(base, f"row {text.row.index + 1}", banned=text.stopped_by == "banned")
             yield text
         if report.way != "one by one":
             report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)

@@ -63,9 +63,9 @@ class LiveBatch:
             joined.append((text, read.logits))
         if joined:
             texts = [text for text, _ in joined]
-            tokens, finite = chosen(texts, torch.stack([logits for _, logits in joined]))
-            for text, token, good in zip(texts, tokens.tolist(), finite.tolist(), strict=True):
-                text.take(token, good)
+            tokens, trouble = chosen(texts, torch.stack([logits for _, logits in joined]))
+            for text, token, why in zip(texts, tokens.tolist(), trouble.tolist(), strict=True):
+                text.take(token, why)
 
     def _advance(self) -> None:
         """Some steps of all texts, and one look at what they made."""
@@ -73,16 +73,16 @@ class LiveBatch:
         every = 1 if any(text.request.has_to_see_every_token for text in texts) else self.look_every
         every = min(every, max(text.request.limit - len(text.tokens) for text in texts))
         tokens = torch.tensor([text.tokens[-1] for text in texts], device=self.prompts.model.device)
-        tokens_of_steps, finite = [], []
+        tokens_of_steps, troubles = [], []
         for ahead in range(every):
-            tokens, good = chosen(texts, self.slots.step(tokens), ahead)
+            tokens, trouble = chosen(texts, self.slots.step(tokens), ahead)
             tokens_of_steps.append(tokens)
-            finite.append(good)
+            troubles.append(trouble)
         self.steps, self.filled = self.steps + every, self.filled + every * len(texts)
-        columns = torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(finite, 1).long()]).tolist()
-        for text, new, good in zip(texts, *columns, strict=True):
-            for token, is_finite in zip(new, good, strict=True):
-                text.take(token, bool(is_finite))
+        columns = torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(troubles, 1)]).tolist()
+        for text, new, reasons in zip(texts, *columns, strict=True):
+            for token, why in zip(new, reasons, strict=True):
+                text.take(token, why)
 
     def _ended(self) -> Iterator[Text]:
         """Those that have ended, out of their slots; the last ones move into the gaps."""

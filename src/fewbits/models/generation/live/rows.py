@@ -17,6 +17,7 @@ from torch import Tensor
 from fewbits.models.generation.calls import with_stop_strings
 from fewbits.models.generation.live.prompts import Ids
 
+BANNED = 2  # no processor leaves a token
 # Processors of transformers that look at the scores alone: one call serves rows of any length.
 _BY_SCORES = {
     "TemperatureLogitsWarper",
@@ -131,7 +132,8 @@ class Text:
         request: how.
         tokens: the new ones so far.
         draws: a number of [0, 1) for each new token, of the row's own seed; None if nothing is drawn.
-        stopped_by: "" while it goes on, then "end", "length" or "stop" (a criterion); "not finite".
+        stopped_by: "" while it goes on, then "end", "length" or "stop" (a criterion); "not finite" and
+            "banned" where no token could be chosen.
     """
 
     row: Row
@@ -145,12 +147,12 @@ class Text:
             generator = torch.Generator().manual_seed(self.row.seed)
             self.draws = torch.rand(self.request.limit, generator=generator, dtype=torch.float32)
 
-    def take(self, token: int, finite: bool) -> None:
-        """One more token, unless the text has ended."""
+    def take(self, token: int, trouble: int) -> None:
+        """One more token, unless the text has ended; with the trouble that `chosen` had."""
         if self.stopped_by:
             return
-        if not finite:
-            self.stopped_by = "not finite"
+        if trouble:
+            self.stopped_by = "banned" if trouble == BANNED else "not finite"
             return
         self.tokens.append(token)
         if token in self.request.ends:
@@ -178,7 +180,7 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
         ahead: how many tokens behind those that `Text.tokens` knows stand already.
 
     Returns:
-        (texts,) int64 tokens; (texts,) bool, whether the scores were finite enough to choose.
+        (texts,) int64 tokens; (texts,) int64: 0, or why there is no token: `BANNED`, or scores not finite.
     """
     request = texts[0].request
     if request.by_scores:
@@ -186,11 +188,12 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
     else:
         rows = zip(texts, logits.split(1), strict=True)
         scores = torch.cat([text.request.processors(text.ids().to(logits.device), own) for text, own in rows])
-    finite = scores.amax(-1).isfinite()
+    highest = scores.amax(-1)
+    trouble = (~highest.isfinite()).long() + (highest == -torch.inf)
     if not request.draws:
-        return scores.argmax(-1), finite
+        return scores.argmax(-1), trouble
     numbers = [_number(text, ahead) for text in texts]
-    return _drawn(scores, torch.tensor(numbers, device=scores.device, dtype=torch.float32)), finite
+    return _drawn(scores, torch.tensor(numbers, device=scores.device, dtype=torch.float32)), trouble
 
 
 def _number(text: Text, ahead: int) -> float:
