@@ -67,3 +67,33 @@ def test_a_later_token_that_is_not_finite(stories260k: Any) -> None:
             generate(model, tokenizer, "Once upon a time", GREEDY)
     finally:
         handle.remove()
+
+
+def test_one_answer_and_no_more(stories260k: Any) -> None:
+    """Two answers became one text of both; beams and outputs with scores were a traceback."""
+    how = (*stories260k, "Once upon a time", GREEDY)
+    with pytest.raises(BadInput, match="num_return_sequences is more than 1, and an answer here is one"):
+        generate(*how, num_return_sequences=2)
+    with pytest.raises(BadInput, match="give texts of at least one character"):
+        generate(*how, stop_strings=["the", ""])
+    pieces: list[str] = []
+    beams = generate(*how, num_beams=3, on_text=pieces.append)
+    assert beams.text and "".join(pieces) == beams.text and len(pieces) == 1
+    plain = generate(*how)
+    assert generate(*how, return_dict_in_generate=True, output_scores=True).text == plain.text
+
+
+def test_an_end_token_of_the_call_ends_the_text(stories260k: Any) -> None:
+    model, tokenizer = stories260k
+    whole = generate(model, tokenizer, "Once upon a time", GREEDY)
+    end = tokenizer(whole.text.split(".")[0] + ".", add_special_tokens=False)["input_ids"][-1]
+    cut = generate(model, tokenizer, "Once upon a time", GREEDY, eos_token_id=end)
+    assert cut.stopped_by == "end" and whole.text.startswith(cut.text) and cut.tokens < whole.tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", "hot"), ("top_p", None), ("repetition_penalty", True)]
+)
+def test_settings_that_are_numbers(name: str, value: Any) -> None:
+    with pytest.raises(BadInput, match=f"{name} is {value!r}, and it must be a number"):
+        Sampling(**{name: value})

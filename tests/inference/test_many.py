@@ -76,6 +76,17 @@ def test_stop_strings_across_tokens(stories260k: Any) -> None:
         assert text.startswith(answer.text) and (answer.text == text or stop in answer.text)
 
 
+def test_words_are_those_of_one_text(stories260k: Any) -> None:
+    """A temperature beside the sampling won silently; bans of every token were called NaN."""
+    with pytest.raises(BadInput, match="temperature is no word of generate"):
+        fewbits.generate_many(*stories260k, PROMPTS, GREEDY, temperature=2.0)
+    with pytest.raises(BadInput, match="leave no token to choose for row 1; ban fewer tokens"):
+        fewbits.generate_many(*stories260k, PROMPTS, GREEDY, suppress_tokens=list(range(512)))
+    found = fewbits.generate_many(*stories260k, PROMPTS[:3], GREEDY, cache="int8", at_a_time=2)
+    for prompt, answer in zip(PROMPTS, found, strict=False):
+        assert answer.text == generate(*stories260k, prompt, GREEDY, cache="int8").text
+
+
 def test_prompts_that_cannot_be_encoded_are_named(stories260k: Any) -> None:
     with pytest.raises(BadInput, match=r"row 2: the tokenizer of .* has no chat template"):
         fewbits.generate_many(*stories260k, ["Once", [{"role": "user", "content": "hi"}]], GREEDY)
@@ -137,6 +148,9 @@ def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_p
     ):
         with pytest.raises(BadInput, match=named):
             answer_file(*stories260k, source, out, other)
+    for words in ({"cache": "int8"}, {"stop_strings": ["x"]}):
+        with pytest.raises(BadInput, match="other words"):
+            answer_file(*stories260k, source, out, sampling, **words)
     with pytest.raises(BadInput, match="other model"):
         answer_file(*stories260k, source, out, sampling, of_model={"model": "another"})
     written = answer_file(*stories260k, source, out, sampling)
@@ -145,6 +159,16 @@ def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_p
     whole = Sampling(temperature=1.0, seed=head["seed"], max_new_tokens=12)
     want = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, whole)]
     assert [row["answer"] for row in lines(out)] == want and not part.exists()
+
+
+def test_words_of_a_file_are_plain_data(stories260k: Any, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(BadInput, match="a word of the call is no plain data"):
+        answer_file(*stories260k, source, tmp_path / "out.jsonl", GREEDY, logits_processor=[object()])
+    written = answer_file(
+        *stories260k, source, tmp_path / "out.jsonl", GREEDY, stop_strings=["the"], cache="int8"
+    )
+    assert written.report.cache == "int8" and any(row["stopped_by"] == "stop" for row in lines(written.path))
 
 
 def test_a_second_run_on_one_file_is_refused(stories260k: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
+from fewbits.formats.kv_cache import get_kv_cache, kv_cache_to_config
 from fewbits.inference.generate import Generation, Prompt, Sampling
 from fewbits.inference.many import answered, encoded, seed_of
 from fewbits.models.folders.one_writer import one_writer, refuse_second_writer
@@ -106,6 +107,7 @@ def answer_file(
     at_a_time: int | None = None,
     of_model: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **words: Any,
 ) -> Written:
     """Answer every row of ``source`` into ``destination``; goes on where an earlier call was stopped.
 
@@ -118,6 +120,7 @@ def answer_file(
         at_a_time: texts in the batch, 1 to 256; None: as many as the memory holds.
         of_model: what tells this model from others; answers of another one are not continued.
         progress: called with the answers there are and the rows.
+        words: ``cache`` and words of transformers' ``generate``, as `generate_many` has them; plain data.
 
     Raises:
         BadInput: a bad row, an output that is there already or that another process is writing, or answers
@@ -130,7 +133,7 @@ def answer_file(
     with one_writer(path):
         _check_free(path)  # whoever wrote it may have ended in the meantime
         rows = read_rows(source)
-        part = _Part(path, rows, sampling, of_model or {})
+        part = _Part(path, rows, sampling, {"model": dict(of_model or {}), "words": _plain(words)})
         earlier = len(part.answers)
         todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed)
         report, tokens, seconds = Report(), 0, 0.0
@@ -138,15 +141,32 @@ def answer_file(
             progress(earlier, len(rows))
         left = [row for row in todo if row.index not in part.answers]
         with part:
-            for number, answer in answered(
-                model, tokenizer, left, replace(sampling, seed=part.seed), at_a_time=at_a_time, report=report
-            ):
+            how: dict[str, Any] = {"at_a_time": at_a_time, "report": report, "words": words}
+            for number, answer in answered(model, tokenizer, left, replace(sampling, seed=part.seed), **how):
                 part.add(number, answer)
                 tokens, seconds = tokens + answer.tokens, answer.seconds
                 if progress is not None:
                     progress(len(part.answers), len(rows))
         part.finish(rows)
     return Written(path=path, rows=len(rows), earlier=earlier, tokens=tokens, seconds=seconds, report=report)
+
+
+def _plain(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The call's words as JSON has them.
+
+    Raises:
+        BadInput: one that no file can tell from another.
+    """
+    kept = dict(words)
+    if kept.get("cache") is not None:
+        kept["cache"] = kv_cache_to_config(get_kv_cache(kept["cache"]))
+    try:
+        return dict(json.loads(json.dumps(kept)))
+    except TypeError as error:
+        raise BadInput(
+            f"a word of the call is no plain data ({error}), and a run that was stopped could not be gone on"
+            " with; use generate_many."
+        ) from error
 
 
 def check_destination(path: str | Path) -> None:
@@ -173,7 +193,7 @@ class _Part:
     """The answers so far, on disk."""
 
     def __init__(
-        self, path: Path, rows: Sequence[dict[str, Any]], sampling: Sampling, of_model: Mapping[str, Any]
+        self, path: Path, rows: Sequence[dict[str, Any]], sampling: Sampling, others: Mapping[str, Any]
     ) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.answers: dict[int, dict[str, Any]] = {}
@@ -181,7 +201,7 @@ class _Part:
         self._head = {
             "rows": sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(),
             "sampling": settings,
-            "model": dict(of_model),
+            **{name: value or None for name, value in others.items()},
         }
         lines = self._lines()
         if lines:
@@ -247,7 +267,7 @@ class _Part:
             BadInput: they belong to something else.
         """
         head = lines[0]
-        same = {name: head.get(name) for name in self._head}
+        same = {name: head.get(name) or None for name in self._head}
         other = [name for name, value in self._head.items() if same[name] != value]
         if seed is not None and head.get("seed") != seed:
             other.append("seed")

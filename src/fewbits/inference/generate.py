@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +62,10 @@ class Sampling:
             whole = isinstance(value, Integral) and not isinstance(value, bool)
             if not (whole or (name == "seed" and value is None)):
                 raise BadInput(f"{name} is {value!r}, and it must be a whole number.")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or isinstance(value, bool):
+                raise BadInput(f"{name} is {value!r}, and it must be a number.")
         checks = (
             (self.max_new_tokens >= 1, "max_new_tokens must be at least 1"),
             (self.temperature >= 0, "temperature must be 0 (greedy) or more"),
@@ -149,7 +153,7 @@ def generate(
 
     Raises:
         BadInput: messages without a chat template, a prompt that fills the model's context, an empty prompt,
-            an unknown format, or a word that has an argument of its own here.
+            an unknown format, several answers asked for, or a word that has an argument of its own here.
         Unsupported: the model's keys and values cannot be kept so.
         NotFinite: the model's logits are NaN or infinite.
     """
@@ -157,11 +161,12 @@ def generate(
     input_ids = encode_prompt(tokenizer, prompt).to(model.device)
     room = _room(model, input_ids.shape[1])
     keywords = {
-        **_with_words(options(model, tokenizer, sampling, room), tokenizer, words),
+        **with_words(options(model, tokenizer, sampling, room), tokenizer, words),
         **({} if guessing is None else guessing.words(model, tokenizer)),
         **_cache_words(model, cache),
     }
     pieces = Pieces(tokenizer, on_text)
+    beams = (keywords.get("num_beams") or 1) > 1  # whose text is known at the end alone
     started = time.perf_counter()
     was_training = model.training
     model.eval()
@@ -170,13 +175,17 @@ def generate(
             output = model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                streamer=pieces,
+                streamer=None if beams else pieces,
                 **keywords,
             )
     finally:
         model.train(was_training)
-    new = output[0, input_ids.shape[1] :].tolist()
-    ended = bool(new) and new[-1] in _end_tokens(model, tokenizer)
+    new = getattr(output, "sequences", output)[0, input_ids.shape[1] :].tolist()
+    if beams:
+        for ids in (input_ids[0], torch.tensor(new, dtype=torch.long)):
+            pieces.put(ids)
+        pieces.end()
+    ended = bool(new) and new[-1] in _listed(keywords["eos_token_id"])
     full = "context" if room < sampling.max_new_tokens else "length"
     cut = "stop" if len(new) < min(sampling.max_new_tokens, room) else full
     return Generation(
@@ -190,10 +199,14 @@ def generate(
 _OF_ARGUMENTS = ("streamer", "input_ids", "inputs", "attention_mask", "past_key_values", "kv_cache")
 
 
-def _with_words(
-    keywords: dict[str, Any], tokenizer: PreTrainedTokenizerBase, words: dict[str, Any]
+def with_words(
+    keywords: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, words: dict[str, Any]
 ) -> dict[str, Any]:
-    """The keywords of a sampling, with the call's own words of transformers' ``generate`` over them."""
+    """The keywords of a sampling, with the call's own words of transformers' ``generate`` over them.
+
+    Raises:
+        BadInput: a word that has an argument of its own, asks for several answers, or stops at nothing.
+    """
     own = next(
         (name for name in (*_OF_ARGUMENTS, *(f.name for f in fields(Sampling))) if name in words), None
     )
@@ -201,8 +214,17 @@ def _with_words(
         raise BadInput(
             f"{own} is no word of generate() here; it has Sampling and arguments of its own for it."
         )
-    if words.get("stop_strings"):
-        words.setdefault("tokenizer", tokenizer)
+    if (words.get("num_return_sequences") or 1) > 1:
+        raise BadInput(
+            "num_return_sequences is more than 1, and an answer here is one; generate_many takes the prompt"
+            " several times."
+        )
+    stops = words.get("stop_strings")
+    if stops:
+        if not all(isinstance(stop, str) and stop for stop in ([stops] if isinstance(stops, str) else stops)):
+            raise BadInput(f"stop_strings is {stops!r}; give texts of at least one character.")
+        words = {"tokenizer": tokenizer, **words}
+    words = dict(words)
     processors = [*keywords["logits_processor"], *(words.pop("logits_processor", None) or ())]
     return {**keywords, **words, "logits_processor": type(keywords["logits_processor"])(processors)}
 
@@ -323,10 +345,14 @@ def _room(model: Any, length: int) -> int:
 
 def _end_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     end = model.generation_config.eos_token_id
-    if end is None:
-        end = tokenizer.eos_token_id
+    return _listed(tokenizer.eos_token_id if end is None else end)
+
+
+def _listed(end: Any) -> list[int]:
+    """End tokens as ``eos_token_id`` says them: one, several or None."""
     if end is None:
         return []
+    end = end.flatten().tolist() if isinstance(end, Tensor) else end
     return list(end) if isinstance(end, list | tuple) else [int(end)]
 
 

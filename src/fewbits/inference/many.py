@@ -10,13 +10,21 @@ batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fewbits.errors import BadInput
-from fewbits.inference.generate import Generation, Pieces, Prompt, Sampling, encode_prompt, options
+from fewbits.inference.generate import (
+    Generation,
+    Pieces,
+    Prompt,
+    Sampling,
+    encode_prompt,
+    options,
+    with_words,
+)
 from fewbits.models.generation.live.answers import Report, answers
 from fewbits.models.generation.live.rows import Row
 
@@ -50,21 +58,22 @@ def generate_many(
             the first token, for the longest text.
         on_answer: receives the number of each prompt and its answer as soon as it has ended.
         report: is told how it was done: slots, steps, texts in a step.
-        words: more words of transformers' ``generate``, such as ``min_p`` or ``stop_strings``.
+        words: ``cache``, in which formats keys and values are kept, such as "int4" or "int8/int4" (else the
+            model's or its recipe's choice); more words of transformers' ``generate``, such as ``min_p`` or
+            ``stop_strings``.
 
     Returns:
         The answers in the prompts' order; ``seconds`` counts from the beginning of the call.
 
     Raises:
         BadInput: a prompt that is empty, fills the model's context or lacks a chat template (its number is
-            named), or memory that does not hold what was asked for.
+            named), memory that does not hold what was asked for, or what `generate` refuses.
         NotFinite: the model's logits are NaN or infinite.
     """
     rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()))
     by_row: dict[int, Generation] = {}
-    for number, answer in answered(
-        model, tokenizer, rows, sampling or Sampling(), at_a_time=at_a_time, report=report, words=words
-    ):
+    how: dict[str, Any] = {"at_a_time": at_a_time, "report": report, "words": words}
+    for number, answer in answered(model, tokenizer, rows, sampling or Sampling(), **how):
         by_row[number] = answer
         if on_answer is not None:
             on_answer(number, answer)
@@ -102,15 +111,17 @@ def answered(
     *,
     at_a_time: int | None = None,
     report: Report | None = None,
-    words: dict[str, Any] | None = None,
+    words: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
     """The number and the answer of each row, as it ends; arguments and errors as those of `generate_many`."""
     started = time.perf_counter()
     keywords = options(model, tokenizer, sampling, sampling.max_new_tokens)
-    del keywords["logits_processor"]  # each row's logits are looked at anyway
-    keywords |= words or {}
-    if keywords.get("stop_strings"):
-        keywords.setdefault("tokenizer", tokenizer)
+    keywords["logits_processor"] = type(
+        keywords["logits_processor"]
+    )()  # each row's logits are looked at anyway
+    words = dict(words or {})
+    cache = words.pop("cache", None)
+    keywords = with_words(keywords, tokenizer, words) | {"kv_cache": cache}
     asked_for = keywords["max_new_tokens"]
     texts = answers(model, rows, keywords, slots=at_a_time, within_context=True, report=report)
     for text in texts:
