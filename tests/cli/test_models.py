@@ -122,6 +122,31 @@ def test_keys_and_values_in_few_bits(run, shared, text):
     assert "no key/value cache in 'q8_0'; known: bfloat16, fp8, int8, int4" in shown.err
 
 
+def test_words_of_generate(run, model, tmp_path):
+    """--stop across the borders of tokens, --min-p and any other word; of one text and of a file."""
+    options = ("generate", "--model", model, "--temperature", 0, "--max-new-tokens", 30)
+    one = (*options, "--prompt", "Once upon a time", "--quiet")
+    assert run(*one, "--stop", "rl nam", "--stop", "zebra").out == ", there was a little girl named\n"
+    whole, other = run(*one).out, run(*one, "--word", "no_repeat_ngram_size=1", "--min-p", 0.1).out
+    assert other != whole and other.startswith(", there was ")
+    assert run(*one, "--word", "num_beams=2").out.startswith(", there was a little")
+    source, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    source.write_text('{"prompt": "Once upon a time"}\n{"prompt": "The dog"}\n')
+    assert run(*options, "--input", source, "--output", out, "--stop", "rl nam").code == 0
+    first = json.loads(out.read_text().splitlines()[0])
+    assert (first["answer"], first["stopped_by"]) == (", there was a little girl named", "stop")
+    for more, message in (
+        (("--stop", ""), "give texts of at least one character"),
+        (("--word", "frob=2"), "is no word of transformers' generate; write NAME=VALUE"),
+        (("--word", "min_p"), "is no word of transformers' generate; write NAME=VALUE"),
+        (("--word", "top_k=2"), "has a flag of its own; write --top-k 2"),
+        (("--word", "num_return_sequences=2"), "an answer here is one"),
+        (("--word", "no_repeat_ngram_size=a"), "generate refuses no_repeat_ngram_size"),
+    ):
+        shown = run(*one, *more)
+        assert shown.code == 1 and message in shown.err and "Traceback" not in shown.err
+
+
 @pytest.mark.slow
 def test_guesses_change_no_greedy_text(run, model, shared, tmp_path):
     options = ("generate", "--model", model, "--prompt", "Once upon a time", "--max-new-tokens", 40)

@@ -136,7 +136,7 @@ def preview(args: Namespace) -> int:
 
 def generate(args: Namespace) -> int:
     """``fewbits generate``."""
-    from fewbits.cli.answer_rows import answer_rows, check
+    from fewbits.cli.answer_rows import answer_rows, check, generate_words, refusing
     from fewbits.cli.chat import chat, write
     from fewbits.cli.models import guessing_of, load
     from fewbits.inference.generate import Sampling
@@ -152,14 +152,18 @@ def generate(args: Namespace) -> int:
     if args.system is not None and not args.chat:
         args.parser.error("--system belongs to --chat; in a file, put it among the messages")
     check(args)  # a wrong file is told before a model is loaded
+    words = generate_words(args)
     if args.input is not None:
-        return answer_rows(args, sampling)
+        with refusing(words):
+            return answer_rows(args, sampling, words)
     prompt = None if args.chat else _prompt(args)
     model, tokenizer = load(args)
     guessing = guessing_of(args, model)
-    if prompt is None:
-        return chat(model, tokenizer, sampling, system=args.system, guessing=guessing, quiet=args.quiet)
-    write(model, tokenizer, prompt, sampling, guessing=guessing, quiet=args.quiet)
+    how = {"guessing": guessing, "quiet": args.quiet, "words": words}
+    with refusing(words):
+        if prompt is None:
+            return chat(model, tokenizer, sampling, system=args.system, **how)
+        write(model, tokenizer, prompt, sampling, **how)
     return 0
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from fewbits.cli.console import Progress, console
-from fewbits.errors import BadInput
-from fewbits.inference.generate import Sampling
+from fewbits.errors import BadInput, FewbitsError
+from fewbits.inference.generate import Sampling, with_words
 
 
 def check(args: Namespace) -> None:
@@ -38,8 +42,55 @@ def check(args: Namespace) -> None:
     read_rows(args.input)
 
 
-def answer_rows(args: Namespace, sampling: Sampling) -> int:
-    """Answer all rows; 130 if the user stopped it."""
+def generate_words(args: Namespace) -> dict[str, Any]:
+    """The words of transformers' ``generate`` that --stop, --min-p and --word say.
+
+    Raises:
+        BadInput: a --word without a value, unknown to transformers, or with a flag of its own.
+    """
+    from transformers import GenerationConfig
+
+    words: dict[str, Any] = {}
+    if args.stop:
+        words["stop_strings"] = [text.replace("\\n", "\n").replace("\\t", "\t") for text in args.stop]
+    if args.min_p is not None:
+        words["min_p"] = args.min_p
+    for word in args.word or ():
+        name, equals, text = word.partition("=")
+        if name in vars(Sampling()):
+            raise BadInput(f"--word {word} has a flag of its own; write --{name.replace('_', '-')} {text}.")
+        if not equals or name not in vars(GenerationConfig()):
+            raise BadInput(
+                f"--word {word} is no word of transformers' generate; write NAME=VALUE, as in"
+                " no_repeat_ngram_size=3."
+            )
+        try:
+            words[name] = json.loads(text)
+        except json.JSONDecodeError:
+            words[name] = text
+    with_words({"logits_processor": []}, None, dict(words))  # refused before a model is loaded
+    return words
+
+
+@contextmanager
+def refusing(words: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what transformers says of these ``words`` into an error of the command line.
+
+    Raises:
+        BadInput: transformers refuses a word.
+    """
+    try:
+        yield
+    except FewbitsError:
+        raise
+    except (ValueError, TypeError) as error:
+        if not words:
+            raise
+        raise BadInput(f"generate refuses {', '.join(words)}: {str(error).rstrip('.')}.") from error
+
+
+def answer_rows(args: Namespace, sampling: Sampling, words: Mapping[str, Any] | None = None) -> int:
+    """Answer all rows, with more ``words`` of transformers' ``generate``; 130 if the user stopped it."""
     from fewbits.cli.models import load, resolve
     from fewbits.inference.answer_file import answer_file
 
@@ -50,6 +101,7 @@ def answer_rows(args: Namespace, sampling: Sampling) -> int:
         "adapter": args.adapter,
         "recipe": args.recipe,
         "dtype": args.dtype,
+        **({} if args.cache is None else {"cache": args.cache}),
     }
     try:
         with Progress("answers") as advance:
@@ -62,6 +114,7 @@ def answer_rows(args: Namespace, sampling: Sampling) -> int:
                 at_a_time=args.at_a_time,
                 of_model={name: None if value is None else str(value) for name, value in of_model.items()},
                 progress=advance,
+                **(words or {}),
             )
     except KeyboardInterrupt:
         screen.print(

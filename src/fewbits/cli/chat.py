@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,18 @@ def write(
     *,
     guessing: Guessing | None = None,
     quiet: bool = False,
+    words: Mapping[str, Any] | None = None,
 ) -> str:
-    """Stream one answer to standard output and a line of figures to the error stream; returns the answer."""
+    """Stream one answer to standard output and a line of figures to the error stream; returns the answer.
+
+    ``words`` are more words of transformers' ``generate``.
+    """
 
     def show(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    result = run(model, tokenizer, prompt, sampling, on_text=show, guessing=guessing)
+    result = run(model, tokenizer, prompt, sampling, on_text=show, guessing=guessing, **(words or {}))
     show("\n")
     if not quiet:
         stopped = {
@@ -58,13 +62,14 @@ def chat(
     system: str | None = None,
     guessing: Guessing | None = None,
     quiet: bool = False,
+    words: Mapping[str, Any] | None = None,
 ) -> int:
     """Read a line, answer it, until the input ends."""
     start = [] if system is None else [{"role": "system", "content": system}]
     question = {"role": "user", "content": "?"}
     encode_prompt(tokenizer, [*start, question])  # without a template, say so before the first line
     screen = console(stderr=True)
-    how: dict[str, Any] = {"guessing": guessing, "quiet": quiet}
+    how: dict[str, Any] = {"guessing": guessing, "quiet": quiet, "words": words}
     if not quiet:
         screen.print(f"[dim]{HELP}[/]", highlight=False)
     messages = list(start)

@@ -207,8 +207,32 @@ def _generate(commands: Commands) -> None:
         metavar="K",
         help="sample among the K likeliest tokens; 0: off (default: %(default)s)",
     )
+    how.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens below P times the likeliest's share"
+    )
     how.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1: off (default: 1)")
     how.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text on one machine")
+    how.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end an answer with this text, \\n being a line's end; may be given several times",
+    )
+    how.add_argument(
+        "--word",
+        action="append",
+        metavar="NAME=VALUE",
+        help="any other word of transformers' generate, such as no_repeat_ngram_size=3; may be given several"
+        " times",
+    )
+    _guess_options(how)
+    _cache_option(how)
+    how.add_argument(
+        "--quiet", action="store_true", help="print the text only, without speed and token counts"
+    )
+
+
+def _guess_options(how: Any) -> None:
     how.add_argument(
         "--lookup",
         type=int,
@@ -221,10 +245,6 @@ def _generate(commands: Commands) -> None:
         "--draft",
         metavar="PATH",
         help="speculative decoding: folder of a smaller model that guesses; greedy text stays the same",
-    )
-    _cache_option(how)
-    how.add_argument(
-        "--quiet", action="store_true", help="print the text only, without speed and token counts"
     )
 
 
