@@ -157,11 +157,11 @@ def _plain(words: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: one that no file can tell from another.
     """
-    kept = dict(words)
-    if kept.get("cache") is not None:
-        kept["cache"] = kv_cache_to_config(get_kv_cache(kept["cache"]))
+    plain = dict(words)
+    if plain.get("cache") is not None:
+        plain["cache"] = kv_cache_to_config(get_kv_cache(plain["cache"]))
     try:
-        return dict(json.loads(json.dumps(kept)))
+        return dict(json.loads(json.dumps(plain)))
     except TypeError as error:
         raise BadInput(
             f"a word of the call is no plain data ({error}), and a run that was stopped could not be gone on"

@@ -88,33 +88,33 @@ def _check_tokens(model: Any, ids: Tensor, arguments: dict[str, Any]) -> None:
 
     What stands for images or sounds may be any number, and is the model's own business.
     """
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    num_tokens = getattr(model.get_input_embeddings(), "num_embeddings", None)
     others = set(arguments) - {name for name in arguments if name.startswith(("pixel", "image", "audio"))}
-    if known is None or others != set(arguments) or ids.device.type == "meta":
+    if num_tokens is None or others != set(arguments) or ids.device.type == "meta":
         return
     least, most = torch.stack([ids.min(), ids.max()]).tolist()
-    if least < 0 or most >= known:
+    if least < 0 or most >= num_tokens:
         wrong = least if least < 0 else most
         raise BadInput(
-            f"the prompt has the token {wrong}, and the model knows 0 to {known - 1:,}; use its tokenizer."
+            f"the prompt has the token {wrong}, and the model knows 0 to {num_tokens - 1:,}; use its own."
         )
 
 
 def _check_kind(model: Any, arguments: dict[str, Any]) -> None:
     """Raise `BadInput` for a prompt that is no tensor (batch, length) of tokens."""
-    given = next(
+    prompt = next(
         (arguments[name] for name in ("inputs", "input_ids") if arguments.get(name) is not None), None
     )
-    if given is None or getattr(model, "main_input_name", "") != "input_ids":
+    if prompt is None or getattr(model, "main_input_name", "") != "input_ids":
         return
-    if not isinstance(given, Tensor):
+    if not isinstance(prompt, Tensor):
         raise BadInput(
-            f"the prompt is a {type(given).__name__}; give a tensor (batch, length) of tokens, as"
+            f"the prompt is a {type(prompt).__name__}; give a tensor (batch, length) of tokens, as"
             ' tokenizer(..., return_tensors="pt") makes it.'
         )
-    if given.dim() != 2 or given.is_floating_point():
+    if prompt.dim() != 2 or prompt.is_floating_point():
         raise BadInput(
-            f"the prompt is {tuple(given.shape)} of {given.dtype}; give whole numbers (batch, length)."
+            f"the prompt is {tuple(prompt.shape)} of {prompt.dtype}; give whole numbers (batch, length)."
         )
 
 
