@@ -143,6 +143,7 @@ class GroupedLinear(Module):
             gradient=backward[2 * i],
             weight_operand=self.weight_operand(names[0], weight, quantizer, first, x.dtype),
             override=numerics.recipe.backward_override if numerics.enabled and numerics.recipe else None,
+            short=numerics.recipe.short_sums() if numerics.recipe else (False,) * 3,
             keep_weight_gradient=gradient_keeper(self, names, self.fuse_wgrad_accumulation),
             later=self.later[i].note(self, names, [f"bias{i}"] if bias is not None else [])
             if self.later

@@ -188,6 +188,7 @@ class LayerNormMLP(Module):
             gradient=backward[2 * index],
             weight_operand=self.weight_operand(word, weight, quantizer, first, dtype),
             override=numerics.recipe.backward_override if numerics.enabled and numerics.recipe else None,
+            short=numerics.recipe.short_sums() if numerics.recipe else (False,) * 3,
             keep_weight_gradient=gradient_keeper(self, [name], self.fuse_wgrad_accumulation),
             later=later,
             after_backward=self.after_backward(numerics, *tensors) if tensors else None,

@@ -109,6 +109,7 @@ class Projection(Module):
             gradient=backward[0],
             weight_operand=self.weight_operand("weight", weight, forward[1], first, dtype),
             override=numerics.recipe.backward_override if numerics.enabled and numerics.recipe else None,
+            short=numerics.recipe.short_sums() if numerics.recipe else (False,) * 3,
             keep_weight_gradient=gradient_keeper(self, self.weight_names, self.fuse_wgrad_accumulation),
             later=self.later.note(self, self.weight_names, self.bias_names if bias is not None else [])
             if self.later

@@ -3,7 +3,8 @@
 ``y = x @ w.T + b`` with x (M, K), w (N, K). Each of the three products sums over the last axis of two
 operands, as `fewbits.te.quantizers` makes them: ``y`` over K (rows of x, rows of w), ``dx = dy @ w`` over N
 (rows of dy, columns of w), ``dw = dy.T @ x`` over M (columns of dy, columns of x). Sums are in float32, and
-results are rounded once to the type of x. The bias is added and its gradient summed unquantised.
+results are rounded once to the type of x. The bias is added and its gradient summed unquantised. On a GPU the
+8-bit units multiply what they can, see `fewbits.te.units`: their sums run in another order.
 
 With the backward override "high_precision" the backward pass multiplies dy, x and w as they are, with
 "dequantized" dy as it is by the rounded rows of x and w.
@@ -23,6 +24,7 @@ from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.float4 import is_float4, tensor_scale_apart
 from fewbits.te.operand import Operand, plain
 from fewbits.te.quantizers import IdentityQuantizer, Quantizer
+from fewbits.te.units import on_units, product_on_units
 
 _IDENTITY = IdentityQuantizer()
 
@@ -40,6 +42,7 @@ class ProductSettings:
         keep_weight_gradient: takes dw where it belongs instead of autograd, or None.
         later: takes a function that computes dw and db when it is called, or None.
         after_backward: called at the end of the backward pass, or None.
+        short: whether a GPU's units may add up in their shorter accumulator, in each of the three products.
     """
 
     input: Quantizer | None = None
@@ -50,6 +53,7 @@ class ProductSettings:
     keep_weight_gradient: Callable[[Tensor], None] | None = None
     later: Callable[[Callable[[], tuple[Tensor, Tensor | None]]], None] | None = None
     after_backward: Callable[[], None] | None = None
+    short: tuple[bool, bool, bool] = (True, False, False)
 
     @property
     def is_plain(self) -> bool:
@@ -59,14 +63,30 @@ class ProductSettings:
         return all(part is None for part in (*quantized, *hooks))
 
 
-def product(a: Packed | Tensor, b: Packed | Tensor, dtype: torch.dtype) -> Tensor:
-    """``a @ b.T``, added in float32.
+def product(
+    a: Packed | Tensor,
+    b: Packed | Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    short: bool = False,
+) -> Tensor:
+    """``a @ b.T + bias``, added in float32.
 
     Args:
         a: (M, K).
         b: (N, K).
         dtype: of the result (M, N).
+        bias: (N,) or None.
+        short: see `ProductSettings`.
     """
+    if isinstance(a, Packed) and isinstance(b, Packed) and on_units(a, b):
+        return product_on_units(a, b, dtype, bias=bias, short=short)
+    y = _by_definition(a, b, dtype)
+    return y if bias is None else y + bias.to(dtype)
+
+
+def _by_definition(a: Packed | Tensor, b: Packed | Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.to(dtype) @ b.to(dtype).t()
     if isinstance(a, Packed) and isinstance(b, Packed) and _has_one_scale(a) and _has_one_scale(b):
@@ -127,9 +147,7 @@ class _Product(torch.autograd.Function):
         if w is None:
             w = (plan.weight or _IDENTITY).operand(weight.to(x_MK.dtype), rows=True, columns=wants_dx and own)
         assert x.rows is not None and w.rows is not None
-        y = product(x.rows, w.rows, x_MK.dtype)
-        if bias is not None:
-            y = y + bias.to(y.dtype)
+        y = product(x.rows, w.rows, x_MK.dtype, bias=bias, short=plan.short[0])
         original = weight.to(x_MK.dtype) if plan.override == "high_precision" else weight
         x_KM, w_KN = _kept(plan, x, w, x_MK, original)
         tensors, ctx.plans = _flatten([x_KM if wants_dw else None, w_KN if wants_dx else None])
@@ -147,7 +165,9 @@ class _Product(torch.autograd.Function):
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         quantizer = None if plan.override else plan.gradient
         g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
-        dx = product(g.rows, w_KN, dy.dtype) if wants_dx and g.rows is not None else None
+        dx = None
+        if wants_dx and g.rows is not None:
+            dx = product(g.rows, w_KN, dy.dtype, short=plan.short[1])
         dw, db = _weight_gradients(ctx, g, x_KM, dy, wants_dw, wants_db)
         if plan.after_backward is not None:
             plan.after_backward()
@@ -163,7 +183,8 @@ def _weight_gradients(
     def compute() -> tuple[Tensor, Tensor | None]:
         assert g.columns is not None
         # a gradient that is added to a float32 buffer is not rounded on the way
-        dw = product(g.columns, x_KM, torch.float32 if plan.keep_weight_gradient else weight_dtype)
+        kind = torch.float32 if plan.keep_weight_gradient else weight_dtype
+        dw = product(g.columns, x_KM, kind, short=plan.short[2])
         return dw, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
 
     if not wants_dw:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
-from fewbits.formats.blocks import from_blocks, scale_shape, to_blocks
 from fewbits.formats.float8 import Float8
+from fewbits.kernels.codec.float8_operands import amax_of, block_multipliers, one_multiplier, record_amax
 from fewbits.te.distributed import largest_of_group
 from fewbits.te.float4 import Float4, rotate
 from fewbits.te.microscaling import microscaled
@@ -34,7 +34,7 @@ from fewbits.te.quantized_tensor import (
     quantized_tensor,
 )
 from fewbits.te.roles import DType, float8_dtype
-from fewbits.te.scaling import KIND, LARGEST, multiplier_of_amax, to_float8
+from fewbits.te.scaling import KIND, LARGEST, multiplier_of_amax
 from fewbits.te.support import default_device
 
 
@@ -133,24 +133,23 @@ class Quantizer:
         return inp.dim() > 0
 
 
-def _per_tensor(x_MK: Tensor, multiplier: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> Operand:
-    codes = to_float8(x_MK.detach().float() * multiplier, dtype)
+def _per_tensor(
+    x_MK: Tensor,
+    multiplier: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    largest: Tensor | None = None,
+) -> Operand:
+    codes = one_multiplier(x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest)
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
     scales = (1.0 / multiplier).reshape(1)
-    shape, shape_t = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
-    return Operand(
-        Packed(format, shape, x_MK.dtype, {"codes": codes, "scales": scales}) if rows else None,
-        Packed(format, shape_t, x_MK.dtype, {"codes": codes.t(), "scales": scales}) if columns else None,
+    shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
+    by_row, by_column = (
+        None if c is None else Packed(format, shape, x_MK.dtype, {"codes": c, "scales": scales})
+        for c, shape in zip(codes, shapes, strict=True)
     )
-
-
-def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude as float32 of shape (1,): 0 for an empty tensor, NaN if one is in it."""
-    return (
-        x.detach().abs().amax().float().view(1)
-        if x.numel()
-        else torch.zeros(1, device=x.device, dtype=torch.float32)
-    )
+    return Operand(by_row, by_column)
 
 
 class Float8Quantizer(Quantizer):
@@ -177,13 +176,12 @@ class Float8Quantizer(Quantizer):
         ``tensor`` may have any shape.
         """
         with torch.no_grad():
-            self.amax.copy_(torch.maximum(self.amax, amax_of(tensor).view_as(self.amax)))
+            record_amax(tensor, self.amax)
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes under the state's scale; the amax is recorded."""
-        self.calibrate(x_MK)
-        multiplier = self.scale.detach().clone().reshape(1)
-        return _per_tensor(x_MK, multiplier, float8_dtype(self.dtype), rows, columns)
+        multiplier = self.scale.detach().reshape(1)
+        return _per_tensor(x_MK, multiplier, float8_dtype(self.dtype), rows, columns, self.amax.detach())
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
@@ -246,28 +244,25 @@ class Float8BlockQuantizer(Quantizer):
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes by blocks; the last block of a row or column may be short."""
-        return Operand(
-            self._pack(x_MK) if rows else None, self._pack(x_MK.t().contiguous()) if columns else None
-        )
-
-    def _pack(self, x_MK: Tensor) -> Packed:
-        dtype, shape = float8_dtype(self.dtype), (x_MK.shape[0], x_MK.shape[1])
-        block = (1, 128) if self.block_scaling_dim == 1 else (128, 128)
-        blocks = to_blocks(x_MK.detach().float(), block)
-        multiplier = multiplier_of_amax(
-            blocks.abs().amax(dim=(1, 3), keepdim=True),
-            LARGEST[dtype],
+        dtype, tile = float8_dtype(self.dtype), self.block_scaling_dim != 1
+        sides = block_multipliers(
+            x_MK,
+            dtype,
+            rows=rows,
+            columns=columns,
+            tile=tile,
             power_of_two=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
-            overflow=torch.finfo(x_MK.dtype).max,
         )
-        parts = {
-            "codes": from_blocks(to_float8(blocks * multiplier, dtype), shape, block),
-            "scales": (1.0 / multiplier).view(scale_shape(shape, block)),
-        }
-        kind = KIND[dtype]
-        name = f"float8_{kind}_{block[0]}x{block[1]}"
-        return Packed(Float8(name=name, kind=kind, block=block), shape, x_MK.dtype, parts)
+        block = (128, 128) if tile else (1, 128)
+        name = f"float8_{KIND[dtype]}_{block[0]}x{block[1]}"
+        format = Float8(name=name, kind=KIND[dtype], block=block)
+        shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
+        by_row, by_column = (
+            None if s is None else Packed(format, shape, x_MK.dtype, {"codes": s[0], "scales": s[1]})
+            for s, shape in zip(sides, shapes, strict=True)
+        )
+        return Operand(by_row, by_column)
 
 
 class MXFP8Quantizer(Quantizer):

@@ -35,7 +35,7 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams:
-    """Options of a product; products here always add in float32, so the flag changes nothing."""
+    """Options of a product: whether a GPU's 8-bit units add in float32, not in their shorter accumulator."""
 
     use_split_accumulator: bool = True
 
@@ -66,6 +66,12 @@ class Recipe:
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+
+    def short_sums(self) -> tuple[bool, bool, bool]:
+        """In which of the three products (y, dx, dw) a GPU's units may add in their shorter accumulator."""
+        options = (getattr(self, f"fp8_gemm_{word}", None) for word in ("fprop", "dgrad", "wgrad"))
+        y, dx, dw = (option is not None and not option.use_split_accumulator for option in options)
+        return y or isinstance(self, DelayedScaling), dx, dw
 
     @classmethod
     def nvfp4(cls) -> bool:

@@ -3,7 +3,7 @@
 Transformer Engine's ``scale`` is the multiplier *towards* the codes; what one multiplies by to come back is
 its ``scale_inv``. This room keeps those two words where it computes them, and hands `fewbits.formats.Packed`
 the ``scale_inv``, which is what the rest of the library calls a scale. All in float32, each step rounded
-once.
+once. What is of float8 alone stands with its kernels, in `fewbits.kernels.codec.float8_operands`.
 """
 
 from __future__ import annotations
@@ -11,43 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+from fewbits.kernels.codec.float8_operands import LARGEST as LARGEST
+from fewbits.kernels.codec.float8_operands import multiplier_of_amax as multiplier_of_amax
+from fewbits.kernels.codec.float8_operands import to_float8 as to_float8
+
 KIND = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _LOWEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
-
-
-def multiplier_of_amax(
-    amax: Tensor, largest: float, *, power_of_two: bool, epsilon: float = 0.0, overflow: float = _FLOAT32_MAX
-) -> Tensor:
-    """The multiplier that brings ``amax`` to ``largest``.
-
-    Args:
-        amax: any shape, float32.
-        largest: 448 or 57344.
-        power_of_two: the next power of two below instead.
-        epsilon: amaxes are at least this.
-        overflow: taken where the quotient is infinite: the largest number of the tensor's own type.
-
-    Returns:
-        float32 of that shape: 1 where amax is 0, and 0 where it is infinite.
-    """
-    amax = amax.clamp(min=epsilon)
-    multiplier = amax.new_full((), largest) / amax
-    multiplier = torch.where(multiplier.isinf(), amax.new_full((), overflow), multiplier)
-    if power_of_two:
-        bits = multiplier.contiguous().view(torch.int32) & 0x7F800000  # the mantissa goes
-        multiplier = torch.where(amax.isnan(), amax, bits.view(torch.float32))
-    return torch.where(amax == 0, torch.ones_like(amax), multiplier)
-
-
-def to_float8(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest code, ties to even, cut to plus or minus the largest; a NaN stays one.
-
-    ``scaled`` is float32 of any shape, and the result has the same.
-    """
-    largest = LARGEST[dtype]
-    return scaled.clamp(-largest, largest).to(dtype)
 
 
 def exponents_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
