@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, Run, Variant, randn
+from fewbits.kernels.codec.float8_operands import (
+    block_multipliers,
+    block_multipliers_ref,
+    one_multiplier,
+    one_multiplier_ref,
+)
 from fewbits.kernels.codec.quantize_float8 import (
     quantize_blocks,
     quantize_rows,
@@ -93,6 +99,64 @@ def _quantize_problem(case: Case, device: torch.device) -> Problem:
 
 def _plain(f: Run) -> Variant:
     return lambda: f
+
+
+def operand_cases(max_size: int) -> list[Case]:
+    """An activation of 15,872 tokens as both operands of a training step, see float8_operands.py."""
+    M, N = min(15872, max_size), min(4096, max_size)
+    return [
+        Case(
+            op="float8_operands",
+            part=part,
+            format="float8_e4m3",
+            M=M,
+            N=N,
+            bytes_moved=4 * M * N,
+            tolerance=_ONE_ROUNDING,
+            build=_operand_problem,
+        )
+        for part in ("one", "values", "tile")
+    ]
+
+
+def _operand_problem(case: Case, device: torch.device) -> Problem:
+    x, multiplier = (
+        randn(device, torch.bfloat16, case.M, case.N),
+        torch.full((1,), 20.0, dtype=torch.float32, device=device),
+    )
+    kind, tile = torch.float8_e4m3fn, case.part == "tile"
+
+    def ours() -> Sequence[Tensor]:
+        if case.part == "one":
+            rows, columns = one_multiplier(x, multiplier, kind, rows=True, columns=True)
+            assert rows is not None and columns is not None
+            return rows, columns
+        sides = block_multipliers(x, kind, rows=True, columns=True, tile=tile, power_of_two=True)
+        return [part for side in sides if side is not None for part in side]
+
+    def eager() -> Sequence[Tensor]:
+        if case.part == "one":
+            codes = one_multiplier_ref(x, multiplier, kind)
+            return codes, codes.t().contiguous()
+        sides = (x, x.t().contiguous())
+        words = {"tile": tile, "power_of_two": True, "epsilon": 0.0}
+        return [part for side in sides for part in block_multipliers_ref(side, kind, **words)]  # type: ignore[arg-type]
+
+    def exact() -> Sequence[Tensor]:
+        if case.part == "one":
+            scaled = (x.double() * 20.0).clamp(-_LARGEST, _LARGEST)
+            return scaled, scaled.t()
+        parts = [part.double() for part in eager()]
+        for i, side in ((0, x), (2, x.t())):
+            tall, wide = (-(-n // m) for n, m in zip(side.shape, parts[i + 1].shape, strict=True))
+            grown = parts[i + 1].repeat_interleave(tall, 0).repeat_interleave(wide, 1)
+            parts[i] = side.double() / grown[: side.shape[0], : side.shape[1]]
+        return parts
+
+    functions = {"fewbits": ours, "torch_eager": eager}
+    if device.type == "cuda":
+        functions["torch_compile"] = torch.compile(eager, dynamic=False)
+    return Problem({name: _plain(f) for name, f in functions.items()}, exact)
 
 
 # The norm with what stands beside it.
@@ -380,4 +444,12 @@ def _weight_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": _plain(ours), "torch_eager": _plain(eager)}, exact)
 
 
-MAKERS = (quantize_cases, norm_cases, gated_cases, gated_lora_cases, gated_lora_forward_cases, product_cases)
+MAKERS = (
+    quantize_cases,
+    operand_cases,
+    norm_cases,
+    gated_cases,
+    gated_lora_cases,
+    gated_lora_forward_cases,
+    product_cases,
+)

@@ -11,6 +11,7 @@ may read its tensors with ``weights_only=True``. Imports formats and kernels. Be
 
 from __future__ import annotations
 
+from fewbits.te import ops as ops
 from fewbits.te import optimizers as optimizers
 from fewbits.te import recipe as recipe
 from fewbits.te.activations import deinterleave_glu_tensor as deinterleave_glu_tensor
@@ -94,7 +95,6 @@ from fewbits.te.transformer_layer import TransformerLayer as TransformerLayer
 allow_loading()
 
 _ABSENT = {
-    "ops": "compose the modules instead of fusible operations",
     "constants": "the types of data are fewbits.te.DType",
     "UserBufferQuantizationMode": "there are no userbuffers",
     "get_cudnn_version": "nothing here calls cuDNN by itself",

@@ -49,7 +49,7 @@ def split_sizes(split: ParametersSplit, out_features: int) -> dict[str, int]:
 class Projection(Module):
     """A weight (of one or several parameters), a bias, and their product; base of the two linears."""
 
-    def _build(
+    def make_parameters(
         self,
         in_features: int,
         out_features: int,
@@ -59,6 +59,17 @@ class Projection(Module):
         like: tuple[torch.dtype, torch.device],
         parallel: tuple[str | None, bool, Any, int],
     ) -> None:
+        """Register weights (N, K) and biases (N,), this rank's pieces of them.
+
+        Args:
+            in_features: K.
+            out_features: N.
+            bias: whether there are biases.
+            split: see `Linear`'s ``parameters_split``.
+            init: fills weights, or None.
+            like: dtype and device.
+            parallel: mode, sequence parallelism, group and its size.
+        """
         mode, sequence, group, size = parallel
         if mode not in (None, "column", "row"):
             raise BadInput(f"parallel_mode is None, 'column' or 'row', not {mode!r}.")
@@ -83,7 +94,8 @@ class Projection(Module):
             else:
                 setattr(self, name, torch.empty(0, dtype=like[0], device=like[1]))
 
-    def _finish(self, delay_wgrad_compute: bool, fuse_wgrad_accumulation: bool) -> None:
+    def finish_parameters(self, delay_wgrad_compute: bool, fuse_wgrad_accumulation: bool) -> None:
+        """Fill the parameters, and quantise the weights where `quantized_model_init` asks for it."""
         self.later = Later() if delay_wgrad_compute else None
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         device = getattr(self, self.weight_names[0]).device
@@ -94,7 +106,7 @@ class Projection(Module):
         tensors = [getattr(self, name) for name in names]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def _project(self, x: Tensor, dtype: torch.dtype, first: bool | None) -> tuple[Tensor, Tensor | None]:
+    def project(self, x: Tensor, dtype: torch.dtype, first: bool | None) -> tuple[Tensor, Tensor | None]:
         """The product of x (..., K), and the bias if it was not added."""
         numerics = self.numerics()
         x = before_product(
@@ -203,8 +215,8 @@ class Linear(Projection):
         self.return_bias = return_bias
         like = (params_dtype or torch.get_default_dtype(), default_device(device))
         parallel = (parallel_mode, sequence_parallel, tp_group, tp_size)
-        self._build(in_features, out_features, bias, parameters_split, init_method, like, parallel)
-        self._finish(delay_wgrad_compute, fuse_wgrad_accumulation)
+        self.make_parameters(in_features, out_features, bias, parameters_split, init_method, like, parallel)
+        self.finish_parameters(delay_wgrad_compute, fuse_wgrad_accumulation)
 
     def forward(
         self,
@@ -225,7 +237,7 @@ class Linear(Projection):
             (..., N), or with ``return_bias`` that and the bias.
         """
         check_output(fp8_output, fp8_grad)
-        y, bias = self._project(inp, self.product_dtype(inp), is_first_microbatch)
+        y, bias = self.project(inp, self.product_dtype(inp), is_first_microbatch)
         return (y, bias) if self.return_bias else y
 
 
@@ -295,8 +307,8 @@ class LayerNormLinear(Projection):
         else:
             self.layer_norm_bias = None
         parallel = (parallel_mode, sequence_parallel, tp_group, tp_size)
-        self._build(in_features, out_features, bias, parameters_split, init_method, like, parallel)
-        self._finish(delay_wgrad_compute, fuse_wgrad_accumulation)
+        self.make_parameters(in_features, out_features, bias, parameters_split, init_method, like, parallel)
+        self.finish_parameters(delay_wgrad_compute, fuse_wgrad_accumulation)
 
     def forward(
         self,
@@ -321,7 +333,7 @@ class LayerNormLinear(Projection):
             eps=self.eps,
             zero_centered=self.zero_centered_gamma,
         )
-        y, bias = self._project(normed, dtype, is_first_microbatch)
+        y, bias = self.project(normed, dtype, is_first_microbatch)
         results = [y]
         results += [bias] if self.return_bias else []  # type: ignore[list-item]
         results += [normed] if self.return_layernorm_output else []

@@ -132,6 +132,17 @@ class Module(nn.Module):
             return [_Calibrating(q) if q else None for q in used], [None] * len(backward.quantizers)
         return used, backward.quantizers
 
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors of the "forward" or the "backward" pass are quantised, or might be."""
+        return len(self.roles(forward=mode == "forward"))
+
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """The quantiser of a slot of the "forward" or the "backward" pass; None before the first call."""
+        if self._slots is None:
+            return None
+        _, _, forward, backward = self._slots
+        return (forward if mode == "forward" else backward).quantizers[index]
+
     def slots_of(self, recipe: Recipe, device: torch.device) -> tuple[Slots, Slots]:
         """The quantisers' slots of the forward and the backward pass; another recipe or device has others."""
         key = repr(recipe)

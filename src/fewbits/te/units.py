@@ -21,7 +21,7 @@ _TILES = 4  # of tiles along the summed side: cuBLAS wants their scales' rows al
 def on_units(a: Packed, b: Packed) -> bool:
     """Whether a (M, K) and b (N, K) are of kinds and shapes that this GPU's units multiply."""
     block, other = _block(a), _block(b)
-    if block is None or other is None or not a.codes.is_cuda:
+    if block is None or other is None or a.codes.device.type != "cuda":
         return False
     if a.codes.dtype == b.codes.dtype == torch.float8_e5m2:
         return False
@@ -62,8 +62,8 @@ def product_on_units(a: Packed, b: Packed, dtype: torch.dtype, *, bias: Tensor |
 
 def _block(packed: Packed) -> tuple[int, int] | None:
     coding = packed.format.contract.coding
-    known = coding is not None and coding.is_float8 and coding.block in (_TENSOR, _VALUES, _TILE)
-    return coding.block if known and coding is not None else None
+    is_float8 = coding is not None and coding.is_float8 and coding.block in (_TENSOR, _VALUES, _TILE)
+    return coding.block if is_float8 and coding is not None else None
 
 
 def _rows(codes: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ _blocks.register_kernel("cuda")(one_by_one(_cuda_blocks))
 
 def amax_of(x: Tensor) -> Tensor:
     """The largest magnitude of x (any shape) as float32 (1,): 0 for an empty tensor, NaN if one is in it."""
-    if not x.is_cuda:
+    if x.device.type == "cpu":
         return amax_ref(x.detach())
     largest = torch.zeros(1, dtype=torch.float32, device=x.device)
     record_amax(x, largest)
@@ -199,7 +199,10 @@ def amax_of(x: Tensor) -> Tensor:
 def record_amax(x: Tensor, largest: Tensor) -> None:
     """Raise ``largest``, one float32 that is not negative, to the largest magnitude of x (any shape)."""
     x = x.detach()
-    (_cuda_amax if passes_dispatcher(x) else _amax)(x, largest)
+    if x.device.type == "cpu":
+        _raise_to(largest, x)
+    else:
+        (_cuda_amax if passes_dispatcher(x) else _amax)(x, largest)
 
 
 def one_multiplier(
@@ -225,7 +228,7 @@ def one_multiplier(
         The two, or None for what is not wanted; on a GPU both are contiguous.
     """
     x = _as_rows(x, dtype)
-    if not x.is_cuda:  # whose products take a transpose as it is
+    if x.device.type == "cpu":  # whose products take a transpose as it is
         if largest is not None:
             record_amax(x, largest)
         codes = one_multiplier_ref(x, multiplier, dtype)
@@ -266,18 +269,22 @@ def block_multipliers(
     x = _as_rows(x, dtype)
     M, K = x.shape
     sides = []
-    for wanted, outer, inner in ((rows, M, K), (columns, K, M)):
-        codes = _codes(x, (outer, inner), dtype, wanted)
+    for is_asked_for, outer, inner in ((rows, M, K), (columns, K, M)):
+        codes = _codes(x, (outer, inner), dtype, is_asked_for)
         tall, wide = scale_shape((outer, inner), (128, 128) if tile else (1, 128))
-        shape = ((tall, wide) if tile else (wide, tall)) if wanted else (0, 0)
+        shape = ((tall, wide) if tile else (wide, tall)) if is_asked_for else (0, 0)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
         sides.append((codes, scales if tile else scales.t()))
-    run(_blocks, _cuda_blocks, x, BlockArguments(x, tile, power_of_two, epsilon, *sides[0], *sides[1]))
+    arguments = BlockArguments(x, tile, power_of_two, epsilon, *sides[0], *sides[1])
+    if x.device.type == "cpu":
+        _write_blocks(arguments)
+    else:
+        run(_blocks, _cuda_blocks, x, arguments)
     return sides[0] if rows else None, sides[1] if columns else None
 
 
-def _codes(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, wanted: bool) -> Tensor:
-    return torch.empty(shape if wanted else (0, 0), dtype=dtype, device=x.device)
+def _codes(x: Tensor, shape: tuple[int, int], dtype: torch.dtype, is_asked_for: bool) -> Tensor:
+    return torch.empty(shape if is_asked_for else (0, 0), dtype=dtype, device=x.device)
 
 
 def _as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:

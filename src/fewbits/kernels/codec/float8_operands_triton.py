@@ -67,8 +67,8 @@ def _one_multiplier_kernel(
             rows_ptr + offs_m[:, None] * K + offs_k[None, :], codes.to(rows_ptr.dtype.element_ty), mask=mask
         )
     if COLUMNS:
-        turned = tl.trans(_cut(scaled, LARGEST).to(columns_ptr.dtype.element_ty))
-        tl.store(columns_ptr + offs_k[:, None] * M + offs_m[None, :], turned, mask=tl.trans(mask))
+        codes_t = tl.trans(_cut(scaled, LARGEST).to(columns_ptr.dtype.element_ty))
+        tl.store(columns_ptr + offs_k[:, None] * M + offs_m[None, :], codes_t, mask=tl.trans(mask))
 
 
 @jit
@@ -129,8 +129,8 @@ def _block_multipliers_kernel(
             rows_ptr + offs_m[:, None] * K + offs_k[None, :], codes.to(rows_ptr.dtype.element_ty), mask=mask
         )
     if COLUMNS:
-        turned = tl.trans(_cut(by_column, LARGEST).to(columns_ptr.dtype.element_ty))
-        tl.store(columns_ptr + offs_k[:, None] * M + offs_m[None, :], turned, mask=tl.trans(mask))
+        codes_t = tl.trans(_cut(by_column, LARGEST).to(columns_ptr.dtype.element_ty))
+        tl.store(columns_ptr + offs_k[:, None] * M + offs_m[None, :], codes_t, mask=tl.trans(mask))
 
 
 # 2. The launches. What is not wanted is a tensor of no values, and another pointer takes its place.

@@ -1,0 +1,163 @@
+"""float8_operands.py: codes of a matrix and of its transpose, by the definition, the ops and the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.errors import BadInput
+from fewbits.kernels.codec import float8_operands as module
+from fewbits.kernels.codec.float8_operands import (
+    BlockArguments,
+    amax_of,
+    amax_ref,
+    block_multipliers,
+    block_multipliers_ref,
+    one_multiplier,
+    one_multiplier_ref,
+    record_amax,
+)
+from fewbits.kernels.codec.float8_operands_triton import launch_amax, launch_blocks, launch_one
+from tests.kernels.test_quantize_float8 import assert_codes, operand, same
+
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(1, 1), (3, 7), (130, 260), (256, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_multiplier(dtype: torch.dtype) -> None:
+    x, largest = operand((9, 33), dtype), torch.tensor([2.0])
+    multiplier = torch.tensor([1.7])
+    rows, columns = one_multiplier(x, multiplier, E5, rows=True, columns=True, largest=largest)
+    assert rows is not None and columns is not None
+    expected = (x.float() * 1.7).clamp(-57344, 57344).to(E5)
+    assert same(rows, expected) and same(columns, expected.t())
+    assert largest.isnan().all()  # as a NaN is in x
+    finite = x[4:]
+    largest = torch.tensor([2.0])
+    one_multiplier(finite, multiplier, E4, rows=True, columns=False, largest=largest)
+    assert largest == max(2.0, finite.abs().max().float()) and amax_of(finite) == finite.abs().max().float()
+    assert one_multiplier(x, multiplier, E4, rows=False, columns=False) == (None, None)
+    assert amax_of(x[:0]) == 0
+
+
+@pytest.mark.parametrize("tile", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_block_multipliers_one_block_at_a_time(tile: bool, power_of_two: bool) -> None:
+    x = torch.randn(150, 270) * torch.randn(150, 1).exp()
+    x[0, :130] = 0
+    both = block_multipliers(x, E4, rows=True, columns=True, tile=tile, power_of_two=power_of_two)
+    for (codes, scales), matrix in zip(both, (x, x.t()), strict=True):
+        tall = 128 if tile else 1
+        for i in range(0, matrix.shape[0], tall):
+            for j in range(0, matrix.shape[1], 128):
+                block = matrix[i : i + tall, j : j + 128]
+                multiplier = torch.tensor(448.0) / block.abs().max() if block.any() else torch.tensor(1.0)
+                if power_of_two:
+                    multiplier = torch.exp2(torch.floor(torch.log2(multiplier)))
+                assert scales[i // tall, j // 128] == 1 / multiplier
+                assert same(codes[i : i + tall, j : j + 128], (block * multiplier).to(E4))
+        line = scales if tile else scales.t()  # as torch's products take them
+        assert line.is_contiguous() and codes.is_contiguous()
+
+
+def test_the_ops_are_the_definition() -> None:
+    x, multiplier = torch.randn(20, 36), torch.tensor([0.7])
+    rows, columns, largest = torch.empty(20, 36).to(E4), torch.empty(36, 20).to(E4), torch.zeros(1)
+    nothing = torch.empty(0, 0)
+    module._one(x, multiplier, rows, columns, largest)
+    assert same(rows, one_multiplier_ref(x, multiplier, E4)) and same(columns, rows.t())
+    assert largest == amax_ref(x)
+    largest.zero_()
+    module._amax(x, largest)
+    assert largest == amax_ref(x)
+    arguments = BlockArguments(
+        x, False, True, 0.0, nothing.to(E4), nothing, torch.empty(36, 20).to(E4), torch.empty(36, 1)
+    )
+    module._blocks(*arguments)
+    need = block_multipliers_ref(x.t().contiguous(), E4, tile=False, power_of_two=True, epsilon=0.0)
+    assert same(arguments.columns, need[0]) and same(arguments.column_scales, need[1])
+    tests = ("test_faketensor",)
+    torch.library.opcheck(module._one, (x, multiplier, rows, columns, largest), test_utils=tests)
+    torch.library.opcheck(module._amax, (x, largest), test_utils=tests)
+    torch.library.opcheck(module._blocks, tuple(arguments), test_utils=tests)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(BadInput, match="two axes"):
+        one_multiplier(torch.ones(3), torch.ones(1), E4, rows=True, columns=False)
+    with pytest.raises(BadInput, match="e5m2"):
+        block_multipliers(
+            torch.ones(3, 4), torch.int8, rows=True, columns=True, tile=True, power_of_two=False
+        )
+
+
+def _outputs(x: Tensor, dtype: torch.dtype, side: int, wanted: bool) -> Tensor:
+    shape = (x.shape[side], x.shape[1 - side]) if wanted else (0, 0)
+    return torch.full(shape, torch.nan, device=x.device).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_the_definition(shape: tuple[int, int], kernel_device: str) -> None:
+    for kind in (torch.bfloat16, torch.float32):
+        x = operand(shape, kind, kernel_device)
+        for dtype in (E4, E5) if kernel_device == "cuda" else (E4,):
+            for wants in ((True, True), (True, False), (False, True)):
+                check_one(x, dtype, wants)
+                for tile in (False, True):
+                    check_blocks(x, dtype, wants, tile, power_of_two=True)
+                    check_blocks(x, dtype, wants, tile, power_of_two=False)
+        line = x.contiguous()
+        largest = torch.zeros(1, device=x.device)
+        launch_amax(line, largest)
+        assert same(largest, amax_ref(x))
+
+
+def check_one(x: Tensor, dtype: torch.dtype, wants: tuple[bool, bool]) -> None:
+    multiplier, largest = torch.full((1,), 3.7, device=x.device), torch.zeros(1, device=x.device)
+    rows, columns = _outputs(x, dtype, 0, wants[0]), _outputs(x, dtype, 1, wants[1])
+    launch_one(x, multiplier, rows, columns, largest)
+    need = one_multiplier_ref(x, multiplier, dtype)
+    assert same(largest, amax_ref(x))
+    if wants[0]:
+        assert_codes(rows, need)
+    if wants[1]:
+        assert_codes(columns, need.t())
+
+
+def check_blocks(
+    x: Tensor, dtype: torch.dtype, wants: tuple[bool, bool], tile: bool, power_of_two: bool
+) -> None:
+    sides = []
+    for side in (0, 1):
+        outer, inner = x.shape[side], -(-x.shape[1 - side] // 128)
+        shape = (-(-outer // 128), inner) if tile else (inner, outer)
+        scales = torch.full(shape if wants[side] else (0, 0), -1.0, device=x.device)
+        sides.append((_outputs(x, dtype, side, wants[side]), scales if tile else scales.t()))
+    launch_blocks(x, tile, power_of_two, 0.0, *sides[0], *sides[1])
+    for (codes, scales), matrix, wanted in zip(sides, (x, x.t().contiguous()), wants, strict=True):
+        if wanted:
+            need = block_multipliers_ref(matrix, dtype, tile=tile, power_of_two=power_of_two, epsilon=0.0)
+            assert same(scales, need[1])
+            assert_codes(codes, need[0])
+
+
+@pytest.mark.gpu
+def test_cuda_operands_and_the_compiler() -> None:
+    x = torch.randn(512, 384, device="cuda", dtype=torch.bfloat16)
+    multiplier = torch.full((1,), 2.5, device="cuda")
+
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        largest = torch.zeros(1, device="cuda")
+        record_amax(x, largest)
+        rows, columns = one_multiplier(x, multiplier, E4, rows=True, columns=True)
+        blocks, _ = block_multipliers(x, E4, rows=True, columns=False, tile=False, power_of_two=True)
+        assert rows is not None and columns is not None and blocks is not None
+        return rows, columns, largest, *blocks
+
+    for a, b in zip(torch.compile(both, fullgraph=True)(x), both(x), strict=True):
+        assert same(a, b)
+    assert same(both(x)[1], one_multiplier_ref(x, multiplier, E4).t())

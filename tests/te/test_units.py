@@ -1,0 +1,140 @@
+"""Products of float8 operands by a GPU's units: which they take, and what torch is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fewbits.te as te
+from fewbits.formats.base import Packed
+from fewbits.te import recipe, units
+from fewbits.te.product import product
+
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def operand(M: int, K: int, quantizer: Any, device: str = "cpu") -> Packed:
+    rows = quantizer.operand(torch.randn(M, K, device=device), rows=True, columns=False).rows
+    assert isinstance(rows, Packed)
+    return rows
+
+
+def by_tensor(dtype: torch.dtype = E4) -> Any:
+    return te.Float8CurrentScalingQuantizer(dtype)
+
+
+def by_values(dtype: torch.dtype = E4) -> Any:
+    return te.Float8BlockQuantizer(dtype, block_scaling_dim=1)
+
+
+def by_tile(dtype: torch.dtype = E4) -> Any:
+    return te.Float8BlockQuantizer(dtype)
+
+
+class _OnGpu:
+    """A tensor that says it is on a GPU."""
+
+    def __init__(self, codes: Tensor) -> None:
+        self.dtype, self.device = codes.dtype, torch.device("cuda", 0)
+
+
+def taken(a: Packed, b: Packed) -> bool:
+    as_gpu = [
+        Packed(p.format, p.shape, p.dtype, {"codes": _OnGpu(p.codes), "scales": p.scales})  # type: ignore[dict-item]
+        for p in (a, b)
+    ]
+    return units.on_units(*as_gpu)
+
+
+def test_which_operands_the_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not units.on_units(operand(16, 16, by_tensor()), operand(16, 16, by_tensor()))  # on a CPU
+    chip = [(9, 0)]
+    monkeypatch.setattr(units, "capability_of", lambda device: chip[0])
+    plain, values, tile = (
+        lambda M, K, kind=kind, **words: operand(M, K, kind(**words))
+        for kind in (by_tensor, by_values, by_tile)
+    )
+    assert taken(plain(16, 32), plain(48, 32)) and taken(plain(16, 32, dtype=E5), plain(48, 32))
+    assert not taken(plain(16, 32, dtype=E5), plain(48, 32, dtype=E5))
+    for M, N, K in ((15, 48, 32), (16, 40, 32), (16, 48, 40)):
+        assert not taken(plain(M, K), plain(N, K))
+    assert taken(values(16, 512), tile(128, 512)) and taken(tile(128, 512), values(16, 512))
+    assert taken(values(16, 128), values(32, 128)) and not taken(values(16, 144), values(32, 144))
+    assert not taken(values(16, 128), tile(128, 128))  # rows of scales that are not aligned
+    assert not taken(tile(128, 512), tile(128, 512)) and not taken(values(16, 512), plain(16, 512))
+    chip[0] = (8, 9)
+    assert taken(plain(16, 32), plain(48, 32)) and not taken(values(16, 512), tile(128, 512))
+    chip[0] = (8, 0)
+    assert not taken(plain(16, 32), plain(48, 32))
+    chip[0] = (10, 0)
+    assert not taken(values(16, 512), tile(128, 512))
+
+
+@pytest.mark.parametrize("kinds", [(by_tensor, by_tensor), (by_values, by_tile), (by_tile, by_values)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_torch_is_given(monkeypatch: pytest.MonkeyPatch, kinds: Any, with_bias: bool) -> None:
+    """cuBLAS wants both by rows, scales by values a column at a time, and scales of tiles a row at a time."""
+
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **words: Any) -> Tensor:
+        assert a.is_contiguous() and b.t().is_contiguous()
+        sides = []
+        for codes, scales in ((a, scale_a), (b.t(), scale_b.t() if scale_b.dim() else scale_b)):
+            M, K = codes.shape
+            if scales.dim() == 0:
+                sides.append(codes.double() * scales)
+                continue
+            tall = M // scales.shape[0]
+            assert (scales.t() if tall == 1 else scales).is_contiguous() and scales.shape[1] == K // 128
+            grown = scales.repeat_interleave(tall, 0).repeat_interleave(128, 1)
+            sides.append(codes.double() * grown)
+        assert words["use_fast_accum"] is (scale_a.dim() == 0)
+        y = sides[0] @ sides[1].t()
+        return (y if words["bias"] is None else y + words["bias"].double()).to(words["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    a, b = operand(128, 512, kinds[0]()), operand(256, 512, kinds[1]())
+    bias = torch.randn(256) if with_bias else None
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        y = units.product_on_units(a, b, dtype, bias=bias, short=True)
+        expected = product(a, b, torch.float32, bias=bias)  # on a CPU: the definition
+        torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance * 20)
+
+
+def test_torchs_own_product_with_one_scale() -> None:
+    a, b = operand(32, 64, by_tensor(E5)), operand(48, 64, by_tensor())
+    y = units.product_on_units(a, b, torch.float32, bias=None, short=False)
+    torch.testing.assert_close(y, product(a, b, torch.float32), rtol=1e-5, atol=1e-4)
+
+
+def test_which_products_may_add_shortly() -> None:
+    assert recipe.DelayedScaling().short_sums() == (True, False, False)
+    assert recipe.Float8CurrentScaling().short_sums() == (True, False, False)
+    own = recipe.Float8CurrentScaling(fp8_gemm_dgrad=recipe.MMParams(use_split_accumulator=False))
+    assert own.short_sums() == (True, True, False)
+    for other in (recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling(), recipe.NVFP4BlockScaling()):
+        assert other.short_sums() == (False, False, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind", [recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling]
+)
+def test_cuda_a_layer_beside_the_definition(kind: Any) -> None:
+    """Two roundings to bfloat16 (2**-9 each) apart, and 0.01 of a number's size for short sums."""
+    here = te.LayerNormLinear(512, 1024, params_dtype=torch.bfloat16, device="cuda")
+    there = te.LayerNormLinear(512, 1024, params_dtype=torch.bfloat16, device="cpu")
+    there.load_state_dict({name: value.cpu() for name, value in here.state_dict().items()})
+    x, dy = torch.randn(256, 512).bfloat16(), torch.randn(256, 1024).bfloat16()
+    results = []
+    for module in (here, there):
+        device = module.weight.device
+        leaf = x.to(device).requires_grad_()
+        with te.autocast(enabled=True, recipe=kind()):
+            y = module(leaf)
+        y.backward(dy.to(device))
+        results.append([t.detach().float().cpu() for t in (y, leaf.grad, module.weight.grad)])
+    for ours, definition in zip(*results, strict=True):
+        assert (ours - definition).norm() < 0.01 * definition.norm()
