@@ -24,6 +24,7 @@ from fewbits.decoder.offload import HostStash
 from fewbits.decoder.prompt_cache import begins_a_cache
 from fewbits.decoder.prompt_weights import PromptWeights
 from fewbits.errors import NotFused, Unsupported
+from fewbits.host.packed_rows import holds_packed_rows
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.spec import layer_names, spec_for
@@ -427,13 +428,13 @@ def _refuse_copies(module: nn.Module, _: Any) -> None:
 
 
 def _no_cache(fusion: Fusion, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A forward pre-hook: without a word from the caller, passes that train fill no KV cache.
+    """A forward pre-hook: packed rows fill no KV cache, nor, without a word of the caller, passes that train.
 
     Transformers fills one there too wherever the configuration says so, which is its default, and what
     inference sets it to; the layers would then take their own forward.
     """
     needs_cache = kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
     trains = decoder.training or (torch.is_grad_enabled() and not fusion.for_inference)
-    if needs_cache or not trains:
+    if (needs_cache or not trains) and not holds_packed_rows(decoder, kwargs):
         return None
     return args, {**kwargs, "use_cache": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -19,6 +20,7 @@ class Conversion:
     receipt: Receipt
     originals: dict[str, nn.Module] = field(default_factory=dict)
     untied_head: str | None = None  # of a head that shared the embedding's weight until it was packed
+    packed_rows: Any = None  # the handle of `fewbits.host.packed_rows.keep_rows_apart`
 
 
 def conversion_of(model: nn.Module) -> Conversion | None:

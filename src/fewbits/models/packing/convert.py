@@ -18,9 +18,10 @@ from torch import nn
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
-from fewbits.host.attention import restore_attention, used_attention
+from fewbits.host.attention import decoder_of, restore_attention, used_attention
 from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.expert_weights import weights_of
+from fewbits.host.packed_rows import keep_rows_apart
 from fewbits.host.receipt import Left, Receipt
 from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
@@ -121,6 +122,7 @@ def convert(
         norm: Any = model.get_submodule(name)
         new = RMSNorm(norm.weight, _eps(norm), spec.norm.offset).train(norm.training)
         _replace(model, name, new, state, keep=True)
+    state.packed_rows = keep_rows_apart(decoder_of(model))
     put_part(model, state)
     receipt.notes.extend(gpu_fallbacks(model))
     return receipt
@@ -198,6 +200,7 @@ def restore(model: nn.Module) -> Receipt:
     join_experts(model)
     if used_attention(model) is not None:
         receipt.notes.extend(restore_attention(model).notes)
+    state.packed_rows.remove()
     take_part(model, Conversion)
     return receipt
 
