@@ -116,6 +116,18 @@ OLMOE = ModelSpec(
     experts=Experts(width="intermediate_size"),
 )
 
+_PARALLEL_EXPERTS = {
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+}  # one parameter in transformers 4, too
+
+
+def experts_at(path: str, model_type: str) -> Experts:
+    """What to know of the experts of a family that nobody wrote a spec for."""
+    return Experts(path=path, are_linears=model_type not in _PARALLEL_EXPERTS)
+
+
 _EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE)
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3)
 _UNFUSED = (GRANITE, OLMO2, SMOLLM3, COHERE, COHERE2)

@@ -141,6 +141,7 @@ class Experts:
         count: the config's field of the number of experts.
         chosen: the config's field of how many of them a token takes.
         width: the config's field of the inner values of one expert.
+        are_linears: whether transformers 4 kept each expert as linears, which "all-linear" then means.
     """
 
     path: str = "mlp.experts"
@@ -150,6 +151,7 @@ class Experts:
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
+    are_linears: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from fewbits.errors import Unsupported
-from fewbits.families.spec import Experts, ModelSpec, Norms
+from fewbits.families.catalog import experts_at
+from fewbits.families.spec import ModelSpec, Norms
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.transposed import is_conv1d
 from fewbits.host.unwrap import unwrap
@@ -68,7 +69,7 @@ def generic_spec(model: nn.Module, model_type: str) -> ModelSpec:
         norm=Norms(before_attention=None, before_mlp=None),
         attention=None,
         mlp=None,
-        experts=None if experts is None else Experts(path=experts),
+        experts=None if experts is None else experts_at(experts, model_type),
         other_linears=tuple(path for path in linears if path not in left),
         left=tuple(left.items()),
         embed=_end(base, "get_input_embeddings", "model.embed_tokens"),

@@ -23,9 +23,14 @@ def holds_packed_rows(decoder: Any, kwargs: dict[str, Any]) -> bool:
         decoder: the module that holds the layers.
         kwargs: of its call; ``position_ids`` (B, T) on a GPU are waited for where a cache would be filled.
     """
-    asked = kwargs.get("use_cache")
-    fills = asked if asked is not None else getattr(getattr(decoder, "config", None), "use_cache", False)
-    if not fills or kwargs.get("past_key_values") is not None or kwargs.get("attention_mask") is not None:
+    fills_cache = kwargs.get("use_cache")
+    if fills_cache is None:
+        fills_cache = getattr(getattr(decoder, "config", None), "use_cache", False)
+    if (
+        not fills_cache
+        or kwargs.get("past_key_values") is not None
+        or kwargs.get("attention_mask") is not None
+    ):
         return False
     if kwargs.get(KEYWORDS[0]) is not None:
         return True

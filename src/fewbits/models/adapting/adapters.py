@@ -21,6 +21,7 @@ from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import READ_PAST
+from fewbits.host.record import add_notes, notes_of
 from fewbits.host.spec import spec_for
 from fewbits.host.walks import shorten_walks
 from fewbits.models.adapting.files import (
@@ -43,7 +44,7 @@ from fewbits.models.adapting.quantization_error import (
 )
 from fewbits.models.loading.longer_positions import check_length, mark_stretched
 from fewbits.models.merging.branches import base_name, plain_name
-from fewbits.models.packing.expert_targets import with_experts
+from fewbits.models.packing.expert_targets import told_of_all_linear, with_experts
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
@@ -81,6 +82,9 @@ def get_peft_model(
     """
     import peft
 
+    named = getattr(lora, "target_modules", getattr(lora, "targets", LoRA().targets))
+    targets = settings.get("target_modules", named)  # PEFT's configuration is completed in place
+    told = told_of_all_linear(model, _spec_or_none(model)) if targets == "all-linear" else None
     from_error = take_request(lora, settings)
     config = lora_config(model, lora, **settings)
     if from_error:
@@ -98,6 +102,8 @@ def get_peft_model(
         begin_from_error(adapted, adapter_name, seed=seed)
     if fusion_of(adapted) is not None:
         shorten_walks(adapted)
+    if told is not None and told not in notes_of(model):
+        add_notes(model, [told])
     return adapted
 
 
@@ -295,6 +301,8 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
         only_parameters = lora.target_parameters and lora.target_modules is not None
         if lora.target_modules or not only_parameters:
             named = not isinstance(lora.target_modules, str) or lora.target_modules == "all-linear"
+            if lora.target_modules == "all-linear":
+                _take_experts(model, lora)
             lora.target_modules = _as_peft_has_them(resolve_targets(model, lora.target_modules))
             if named and lora.exclude_modules is None:
                 lora.exclude_modules = _towers(model)
@@ -322,6 +330,22 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
     if not isinstance(fields["target_modules"], str):  # an expression says itself which it means
         fields.setdefault("exclude_modules", _towers(model))
     return peft.LoraConfig(**fields)
+
+
+def _take_experts(model: nn.Module, config: Any) -> None:
+    """Let a ``peft.LoraConfig`` of "all-linear" mean the same experts as ours does."""
+    names = (
+        "target_modules",
+        "target_parameters",
+        "rank_pattern",
+        "alpha_pattern",
+        "r",
+        "lora_alpha",
+        "lora_dropout",
+    )
+    fields = with_experts(model, _spec_or_none(model), {name: getattr(config, name) for name in names})
+    for name, value in fields.items():
+        setattr(config, name, value)
 
 
 def _towers(model: nn.Module) -> str | None:

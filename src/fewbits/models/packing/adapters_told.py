@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 
 from fewbits.host.receipt import Receipt
+from fewbits.host.record import notes_of
 from fewbits.host.unwrap import unwrap
+from fewbits.models.packing.expert_targets import ALL_LINEAR
 from fewbits.words import counted
 
 
@@ -26,6 +28,7 @@ def adapters_told(model: nn.Module) -> list[Receipt]:
     if notes:
         trained = sum(p.numel() for p in base.parameters() if p.requires_grad)
         notes.append(f"{counted(trained, 'parameter')} of the model trained in all")
+        notes.extend(note for note in notes_of(model) if note.startswith(ALL_LINEAR))
     return [Receipt("", notes=notes)] if notes else []
 
 
