@@ -15,7 +15,7 @@ from fewbits.models.generation.live import answers as live
 from fewbits.models.generation.live import step_slots
 from fewbits.models.generation.live.answers import Report, answers
 from fewbits.models.generation.live.plan import SlotSize
-from fewbits.models.generation.live.prompts import Prompts
+from fewbits.models.generation.live.prompts import Prompt, Prompts
 from fewbits.models.generation.live.rows import Row, Text
 from fewbits.models.generation.live.slot_layers import Now, PackedSlotLayer, size_of_slot
 from fewbits.models.generation.live.slots import ModelSlots
@@ -158,7 +158,7 @@ def test_a_kernels_slot_holds_what_a_step_of_one_text_holds(monkeypatch: pytest.
 
 
 def prompt(model: Any, length: int) -> Any:
-    prompts, ids = Prompts(model, most_tokens=64, together=False), tuple(range(3, 3 + length))
+    prompts, ids = Prompts(model, most_tokens=64, together=False), Prompt(tuple(range(3, 3 + length)))
     prompts.turn([ids])
     return prompts.ready[ids]
 

@@ -46,6 +46,7 @@ class AdaptersByRow:
 
     names: tuple[str, ...]
     _masks: list[tuple[Tensor, tuple[Mixed, ...]]] = field(default_factory=list)
+    _tables: dict[int, Tensor] = field(default_factory=dict)  # of each mask, made at the first choice
 
     def part(self, module: Any, path: str) -> Part:
         """A linear with the branches of all its adapters.
@@ -72,16 +73,24 @@ class AdaptersByRow:
     @torch.no_grad()
     def choose(self, rows: Sequence[str]) -> None:
         """Give each row (one name for each) its adapter from now on."""
-        for mask, mixed in self._masks:
-            names = [name for branch in mixed for name, _ in branch.of]
-            ranks = [len(own.a) for branch in mixed for _, own in branch.of]
-            scalings = [own.scaling for branch in mixed for _, own in branch.of]
-            values = [
-                [scaling if name == row else 0.0 for name, scaling in zip(names, scalings, strict=True)]
-                for row in rows
-            ]
-            columns = torch.tensor(values, dtype=torch.float32)
-            mask.copy_(columns.repeat_interleave(torch.tensor(ranks), dim=1))
+        which = [self.names.index(row) if row in self.names else len(self.names) for row in rows]
+        chosen: Tensor | None = None
+        for i, (mask, mixed) in enumerate(self._masks):
+            if i not in self._tables:
+                self._tables[i] = self._table(mixed, mask.device)
+            if chosen is None:
+                chosen = torch.tensor(which, device=mask.device)
+            torch.index_select(self._tables[i], 0, chosen, out=mask)
+
+    def _table(self, mixed: Sequence[Mixed], device: torch.device) -> Tensor:
+        """A row of the mask (adapters and one more, all ranks) for each adapter, and one of zeros."""
+        ranks = [len(own.a) for branch in mixed for _, own in branch.of]
+        table = [
+            [own.scaling if own_name == name else 0.0 for branch in mixed for own_name, own in branch.of]
+            for name in (*self.names, None)
+        ]
+        columns = torch.tensor(table, dtype=torch.float32).repeat_interleave(torch.tensor(ranks), dim=1)
+        return columns.to(device)
 
 
 def adapter_rows(model: nn.Module) -> tuple[str, ...]:

@@ -96,7 +96,8 @@ def _check_tokens(model: Any, ids: Tensor, arguments: dict[str, Any]) -> None:
     if least < 0 or most >= num_tokens:
         wrong = least if least < 0 else most
         raise BadInput(
-            f"the prompt has the token {wrong}, and the model knows 0 to {num_tokens - 1:,}; use its own."
+            f"the prompt has the token {wrong}, and the model knows 0 to {num_tokens - 1:,}; use the"
+            " tokenizer that belongs to it."
         )
 
 

@@ -13,10 +13,11 @@ import torch
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
-from fewbits.models.generation.calls import other_way, speculates
+from fewbits.models.generation.calls import option_of, other_way, speculates
 from fewbits.models.generation.live.batch import LiveBatch
 from fewbits.models.generation.live.plan import SlotPlan, check_slots, free_bytes, plan_slots
 from fewbits.models.generation.live.prompts import Prompts, Read
+from fewbits.models.generation.live.row_adapters import RowAdapters
 from fewbits.models.generation.live.rows import Request, Row, Text, is_from_transformers, request_of
 from fewbits.models.generation.live.slot_layers import size_of_slot
 from fewbits.models.generation.live.slots import ModelSlots, Slots, packed_layers
@@ -79,7 +80,7 @@ def answers(
 
     Raises:
         BadInput: ``slots`` that are no whole number of 1 to 256, an empty prompt, one that fills the model's
-            context, or memory that does not do.
+            context, an adapter that is not there, or memory that does not do.
         NotFinite: logits are NaN or infinite.
     """
     _check_words(keywords)
@@ -92,6 +93,8 @@ def answers(
         guesses = ("assistant_model", "prompt_lookup_num_tokens", "assistant_tokenizer", "kv_cache")
         settings = _Settings(base, {k: v for k, v in keywords.items() if k not in guesses}, within_context)
         lengths = [settings.length(row) for row in rows]
+        adapters = RowAdapters(base, [row.adapter for row in rows])
+        held.enter_context(adapters.handed_over())
         state = decoding_of(base)
         kind = chosen_cache(base, keywords.get("kv_cache"))
         try:
@@ -100,11 +103,12 @@ def answers(
                 reason = "guesses are for one text at a time"
             if reason:
                 raise Unsupported(reason)
-            batch = _batch(base, rows, lengths, _Around(settings, state, held, report, kind), slots)
+            around = _Around(settings, state, held, report, kind, adapters)
+            batch = _batch(base, rows, lengths, around, slots)
         except Unsupported as error:
             report.way, report.reason = "one by one", str(error).rstrip(".")
             state.say(report.reason, "many texts are made one by one")
-            texts = _one_by_one(model, rows, settings, keywords, kind)
+            texts = _one_by_one(model, rows, keywords, settings, (kind, adapters))
         else:
             texts = batch.run(rows)
         for text in texts:
@@ -172,6 +176,7 @@ class _Around(NamedTuple):
     held: ExitStack
     report: Report
     kind: KVCache | None
+    adapters: RowAdapters
 
 
 def _batch(
@@ -180,10 +185,11 @@ def _batch(
     settings, report, kind = around.settings, around.report, around.kind
     device = model.device
     most_tokens = _PIECE_TOKENS.get(device.type, 512)
-    prompts = Prompts(model, most_tokens=most_tokens, together=device.type == "cuda")
-    while rows[0].ids not in prompts.ready:
-        prompts.turn([row.ids for row in rows[: at_a_time or 1]])
-    first = prompts.ready[rows[0].ids]
+    together = device.type == "cuda"
+    prompts = Prompts(model, most_tokens=most_tokens, together=together, adapters=around.adapters)
+    while rows[0].prompt not in prompts.ready:
+        prompts.turn([row.prompt for row in rows[: at_a_time or 1]])
+    first = prompts.ready[rows[0].prompt]
     if not bool(first.logits.isfinite().all()):
         refuse(model, f"row {rows[0].index + 1}")
     report.cache = "" if kind is None else kind.name
@@ -197,7 +203,8 @@ def _batch(
     slots = _kernels(model, around, (report.plan.slots, room), first, reason)
     if slots is None:
         report.way = "forward"
-        slots = ModelSlots(model, count=report.plan.slots, room=room, like=first, kind=kind)
+        how: dict[str, Any] = {"like": first, "kind": kind, "adapters": around.adapters}
+        slots = ModelSlots(model, count=report.plan.slots, room=room, **how)
         slots.prove(first)
     return LiveBatch(slots, prompts, settings, look_every=look_every)
 
@@ -214,7 +221,8 @@ def _kernels(model: Any, around: _Around, size: tuple[int, int], first: Read, re
         if reason or not around.held.enter_context(alone(state)):
             raise Unsupported(reason or "another call of generate() runs on this model")
         state.step = state.together = None  # their memory first
-        slots = StepSlots(model, count=size[0], room=size[1], kind=around.kind)
+        how: dict[str, Any] = {"kind": around.kind, "adapters": around.adapters}
+        slots = StepSlots(model, count=size[0], room=size[1], **how)
         slots.prove(first)
     except Unsupported as error:
         report.reason = str(error).rstrip(".")
@@ -226,10 +234,15 @@ def _kernels(model: Any, around: _Around, size: tuple[int, int], first: Read, re
 
 
 def _one_by_one(
-    model: Any, rows: Sequence[Row], settings: _Settings, keywords: dict[str, Any], kind: KVCache | None
+    model: Any,
+    rows: Sequence[Row],
+    keywords: dict[str, Any],
+    settings: _Settings,
+    how: tuple[KVCache | None, RowAdapters],
 ) -> Iterator[Text]:
     from transformers import LogitsProcessorList
 
+    kind, adapters = how
     keywords = {name: value for name, value in keywords.items() if name != "kv_cache"}
     knows_caches = isinstance(vars(unwrap(model)).get("generate"), partial)  # FastLanguageModel's
 
@@ -241,6 +254,7 @@ def _one_by_one(
         arguments["logits_processor"] = LogitsProcessorList(looks)
         if kind is not None:
             arguments |= {"kv_cache": kind} if knows_caches else packed_keywords(model, kind, None)
+        adapters.next_rows([row.adapter] * (option_of(unwrap(model), keywords, "num_beams") or 1))
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(row.seed)

@@ -49,12 +49,12 @@ class LiveBatch:
         """Prompts into free slots, each with its first token."""
         turns, joined = 0, []
         while waiting and len(self.texts) < self.slots.count:
-            read = self.prompts.ready.get(waiting[0].ids)
+            read = self.prompts.ready.get(waiting[0].prompt)
             if read is None:
                 if turns and 2 * len(self.texts) >= self.slots.count:
                     break
                 free = self.slots.count - len(self.texts)
-                self.prompts.turn([row.ids for row, _ in zip(waiting, range(free), strict=False)])
+                self.prompts.turn([row.prompt for row, _ in zip(waiting, range(free), strict=False)])
                 turns += 1
                 continue
             text = Text(waiting[0], self.request_of(waiting.popleft()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.packed_keys import packed_keywords
 
+if TYPE_CHECKING:
+    from fewbits.models.generation.live.row_adapters import RowAdapters
+
 Ids = tuple[int, ...]
+
+
+class Prompt(NamedTuple):
+    """Tokens, and the adapter with which they are read; None is the active one."""
+
+    ids: Ids
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,13 @@ class Read:
     Attributes:
         keys, values: of each layer (heads, length, head size).
         logits: (vocabulary,) float32: behind the last token.
+        adapter: of the prompt.
     """
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     logits: Tensor
+    adapter: str | None = None
 
     @property
     def length(self) -> int:
@@ -60,14 +72,19 @@ class Prompts:
     Attributes:
         most_tokens: of one forward, padding included.
         together: whether several short prompts share a forward. Their sums come about in another order then.
+        adapters: told whose prompts a forward reads; None: every prompt has the active one.
+        ready: what was read last.
     """
 
-    def __init__(self, model: Any, *, most_tokens: int, together: bool) -> None:
+    def __init__(
+        self, model: Any, *, most_tokens: int, together: bool, adapters: RowAdapters | None = None
+    ) -> None:
         self.model, self.most_tokens, self.together = model, most_tokens, together
-        self.ready: dict[Ids, Read] = {}
+        self.adapters = adapters
+        self.ready: dict[Prompt, Read] = {}
         self._turns: Iterator[None] | None = None
 
-    def turn(self, prompts: Sequence[Ids]) -> None:
+    def turn(self, prompts: Sequence[Prompt]) -> None:
         """One forward more towards the first of these ``prompts``, and those that fit beside it.
 
         What comes of it is in `ready`, until other prompts are read.
@@ -80,30 +97,34 @@ class Prompts:
         except StopIteration:
             self._turns = None
 
-    def _group(self, prompts: Sequence[Ids]) -> list[Ids]:
+    def _group(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The first prompt, and others as long as all fit into one forward."""
-        group: list[Ids] = []
-        for ids in dict.fromkeys(prompts):
-            longest = max(len(ids), *map(len, group), 0)
+        group: list[Prompt] = []
+        longest = 0
+        for prompt in dict.fromkeys(prompts):
+            longest = max(longest, len(prompt.ids))
             if group and (not self.together or longest * (len(group) + 1) > self.most_tokens):
                 break
-            group.append(ids)
+            group.append(prompt)
         return group
 
     @torch.no_grad()
-    def _reading(self, group: list[Ids]) -> Iterator[None]:
+    def _reading(self, group: list[Prompt]) -> Iterator[None]:
         """Yields after each forward but the last."""
         from transformers import DynamicCache
 
         device = self.model.device
-        length = max(map(len, group))
-        padding = torch.tensor([length - len(ids) for ids in group], device=device)
-        ids = torch.tensor([[0] * (length - len(ids)) + list(ids) for ids in group], device=device)
+        lengths = [len(prompt.ids) for prompt in group]
+        length = max(lengths)
+        padding = torch.tensor([length - own for own in lengths], device=device)
+        ids = torch.tensor([[0] * (length - len(own)) + list(own) for own, _ in group], device=device)
         places = torch.arange(length, device=device)
-        mask = (places >= padding[:, None]).long() if len(set(map(len, group))) > 1 else None
+        mask = (places >= padding[:, None]).long() if len(set(lengths)) > 1 else None
         cache = DynamicCache()  # without a config: layers of a sliding window keep all tokens too
         for begin in range(0, length, self.most_tokens):
             end = min(begin + self.most_tokens, length)
+            if self.adapters is not None:  # steps between two pieces have told theirs
+                self.adapters.next_rows([prompt.adapter for prompt in group])
             out = self.model(
                 input_ids=ids[:, begin:end],
                 attention_mask=None if mask is None else mask[:, :end],
@@ -117,11 +138,12 @@ class Prompts:
         layers = _layers_of(cache, length)
         logits = out.logits[:, -1].float()
         for i, prompt in enumerate(group):
-            begin = length - len(prompt)
+            begin = length - lengths[i]
             self.ready[prompt] = Read(
                 tuple(layer.keys[i, :, begin:] for layer in layers),
                 tuple(layer.values[i, :, begin:] for layer in layers),
                 logits[i],
+                prompt.adapter,
             )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fewbits.models.generation.calls import with_stop_strings
-from fewbits.models.generation.live.prompts import Ids
+from fewbits.models.generation.live.prompts import Ids, Prompt
 
 BANNED = 2  # no processor leaves a token
 # Processors of transformers that look at the scores alone: one call serves rows of any length.
@@ -42,11 +42,18 @@ class Row:
         index: the caller's number of it.
         ids: the prompt's tokens.
         seed: of what is drawn for it; of no consequence where nothing is drawn.
+        adapter: PEFT's name of its adapter, or "__base__" for none; None: the active one.
     """
 
     index: int
     ids: Ids
     seed: int = 0
+    adapter: str | None = None
+
+    @property
+    def prompt(self) -> Prompt:
+        """What is read for it."""
+        return Prompt(self.ids, self.adapter)
 
 
 @dataclass(frozen=True)

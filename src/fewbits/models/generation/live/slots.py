@@ -19,6 +19,7 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.live.prompts import Read
+from fewbits.models.generation.live.row_adapters import RowAdapters
 from fewbits.models.generation.live.slot_layers import Now, PackedSlotLayer, SlotLayer
 from fewbits.models.generation.step import rope_kind
 from fewbits.models.packing.cache_choice import FULL, layer_kinds
@@ -83,7 +84,16 @@ def _check_positions(model: nn.Module) -> None:
 class ModelSlots:
     """Slots over the model's own forward: any device, any model whose attention takes a mask."""
 
-    def __init__(self, model: Any, *, count: int, room: int, like: Read, kind: KVCache | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        count: int,
+        room: int,
+        like: Read,
+        kind: KVCache | None = None,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Make room for ``count`` texts of ``room`` tokens.
 
         Args:
@@ -92,13 +102,14 @@ class ModelSlots:
             room: tokens of each.
             like: any prompt that was read, from which sizes and dtypes are taken.
             kind: in which formats keys and values are kept; None: as the model computes them.
+            adapters: told whose texts a forward continues; None: every text has the active one.
 
         Raises:
             Unsupported: the model keeps something else than keys and values by position.
         """
         from transformers.cache_utils import Cache
 
-        self.model, self.kind = model, kind
+        self.model, self.kind, self.adapters = model, kind, adapters
         self.count, self.room = count, -(-room // _ALIGNED) * _ALIGNED
         self.config = model.config.get_text_config()
         self.kinds, self.window = kinds_of(self.config)
@@ -113,6 +124,7 @@ class ModelSlots:
         self._cache = Cache(layers=self._layers)  # type: ignore[arg-type]  # by its methods, not its ancestors
         device = like.logits.device
         self._lengths = [0] * count
+        self._names: list[str | None] = [None] * count
         self._dtype = self._layers[0].dtype
         self._places = torch.arange(self.room, device=device)
         self._rows = torch.arange(count, device=device)[:, None]
@@ -121,14 +133,14 @@ class ModelSlots:
         """A prompt into a slot."""
         for layer, keys, values in zip(self._layers, read.keys, read.values, strict=True):
             layer.put(slot, keys, values)
-        self._lengths[slot] = read.length
+        self._lengths[slot], self._names[slot] = read.length, read.adapter
 
     def move(self, source: int, target: int) -> None:
         """One slot's text into another one."""
         end = self._lengths[source]
         for layer in self._layers:
             layer.move(source, target, end)
-        self._lengths[target] = end
+        self._lengths[target], self._names[target] = end, self._names[source]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -142,6 +154,8 @@ class ModelSlots:
         now = Now(self._rows[:used], places, end, self._lengths[:used])
         for layer in self._layers:
             layer.now = now
+        if self.adapters is not None:
+            self.adapters.next_rows(self._names[:used])
         out = self.model(
             input_ids=tokens[:, None],
             position_ids=places,

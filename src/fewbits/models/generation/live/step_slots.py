@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
+from fewbits.models.generation.adapters_by_row import BASE
 from fewbits.models.generation.live.prompts import Read
+from fewbits.models.generation.live.row_adapters import RowAdapters
 from fewbits.models.generation.live.slots import difference, own_step
 from fewbits.models.generation.packed_keys import pack_prompt, rows_of
 from fewbits.models.generation.products import products_in_16_bits
@@ -30,15 +33,27 @@ class StepSlots:
     Steps of fewer rows, for when most texts have ended, work on the same keys and values.
     """
 
-    def __init__(self, model: nn.Module, *, count: int, room: int, kind: KVCache | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        count: int,
+        room: int,
+        kind: KVCache | None = None,
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Make room for ``count`` texts of ``room`` tokens, keys and values in these formats.
 
         Raises:
             Unsupported: the model has no such step, or there is no memory.
         """
         self.model, self.count, self.room, self.kind = model, count, room, kind
+        self.adapters = adapters
+        self._adapter_names = () if adapters is None else adapters.names
+        self._names: list[str | None] = [None] * count
         try:
-            self._steps = [DecodeStep(model, batch=count, room=room, kv_cache=kind)]
+            whole = DecodeStep(model, batch=count, room=room, kv_cache=kind, adapters=self._adapter_names)
+            self._steps = [whole]
         except torch.OutOfMemoryError as error:
             raise Unsupported(f"there is no memory for {count} texts of {room:,} tokens.") from error
         self._lengths = [0] * count
@@ -61,7 +76,7 @@ class StepSlots:
                 continue
             self._whole.keys[i][slot, :, : read.length] = keys
             self._whole.values[i][slot, :, : read.length] = values
-        self._lengths[slot], self._now = read.length, None
+        self._lengths[slot], self._names[slot], self._now = read.length, read.adapter, None
 
     def _packed_prompt(self, read: Read) -> dict[int, Any]:
         """Keys and values of a prompt as the step keeps them, by layer; none of those in 16 bits."""
@@ -82,7 +97,7 @@ class StepSlots:
                 for i, whole in enumerate(packed.stored(which)):
                     most = end if i < 2 else whole.shape[2]  # codes and scales; newest and first
                     whole[target, :, :most] = whole[source, :, :most]
-        self._lengths[target], self._now = end, None
+        self._lengths[target], self._names[target], self._now = end, self._names[source], None
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -97,12 +112,19 @@ class StepSlots:
             places = self._lengths[:used] + [0] * (step.batch - used)
             step.position.copy_(torch.tensor(places))
             step.tokens.zero_()
+            self._choose(step, self._names[:used])
             self._now = step, used
         step = self._now[0]
         step.tokens[:used] = tokens
         for slot in range(used):
             self._lengths[slot] += 1
         return step.advance()[:used]
+
+    def _choose(self, step: DecodeStep, names: Sequence[str | None]) -> None:
+        """Each row's adapter, none in the rows behind."""
+        if self.adapters is not None and self._adapter_names:
+            rows = [self.adapters.of(name) for name in names]
+            step.choose(rows + [BASE] * (step.batch - len(rows)))
 
     def _step_of(self, used: int) -> DecodeStep:
         """The smallest step with at least so many rows; one of fewer rows is made where most would idle."""
@@ -111,7 +133,12 @@ class StepSlots:
         if step.batch >= _SHRINK * fewer:
             with torch.inference_mode(False), torch.no_grad():
                 step = DecodeStep(
-                    self.model, batch=fewer, room=self.room, beside=self._whole, kv_cache=self.kind
+                    self.model,
+                    batch=fewer,
+                    room=self.room,
+                    beside=self._whole,
+                    kv_cache=self.kind,
+                    adapters=self._adapter_names,
                 )
             self._steps.append(step)
         return step
@@ -124,12 +151,15 @@ class StepSlots:
         """
         self.put(0, read)
         token = read.logits.argmax().reshape(1)
+        if self.adapters is not None:
+            self.adapters.next_rows([read.adapter])
         with products_in_16_bits(self.model):
             theirs = own_step(self.model, read, token, self.kind)
         step = self._whole
         step.position.copy_(torch.tensor([read.length] + [0] * (self.count - 1)))
         step.tokens.zero_()
         step.tokens[:1] = token
+        self._choose(step, [read.adapter])
         apart = difference(step.run()[0], theirs)
         if not apart <= ROUNDING * len(step.keys) ** 0.5:
             raise Unsupported(
