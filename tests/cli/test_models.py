@@ -248,6 +248,37 @@ def test_an_adapter_in_three_ways(run, model, adapter, tmp_path):
     assert run("generate", "--model", run_folder, *options).out == direct.out
 
 
+@pytest.mark.parametrize("with_another", [False, True])
+def test_adapters_that_rows_choose(run, model, adapter, tmp_path, with_another):
+    """Rows without a name have --adapter's, or none."""
+    source, out = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"prompt": "Once"}, {"prompt": "Once", "adapter": "mine"}, {"prompt": "Once", "adapter": None}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("generate", "--model", model, "--temperature", 0, "--max-new-tokens", 12)
+    plain, adapted = (
+        run(*options, *more, "--prompt", "Once", "--quiet").out.rstrip("\n")
+        for more in ((), ("--adapter", adapter))
+    )
+    if with_another:
+        options += ("--adapter", adapter)
+    by_row = (*options, "--input", source, "--output", out, "--row-adapter")
+    assert run(*by_row, f"mine={adapter}").code == 0
+    first, second, third = (json.loads(line) for line in out.read_text().splitlines())
+    assert (first["answer"], second["answer"]) == (adapted if with_another else plain, adapted)
+    assert third["answer"] == plain != adapted and second["adapter"] == "mine"
+    out.unlink()
+    for more, message in (
+        ((f"other={adapter}",), "row 2 asks for the adapter 'mine'; the model's are:"),
+        (("mine",), "--row-adapter mine is not NAME=PATH"),
+        ((f"mine={adapter}", "--row-adapter", "mine=x"), "mine is there twice"),
+        ((f"mine={tmp_path}",), "adapter"),
+    ):
+        shown = run(*by_row, *more)
+        assert shown.code == 1 and message in shown.err and not out.exists()
+    source.write_text('{"prompt": "Once", "adapter": 3}\n')
+    assert "row 1: adapter is 3; give the name of an adapter" in run(*by_row, f"mine={adapter}").err
+
+
 def test_merge(run, model, adapter, tmp_path):
     shown = run("merge", adapter, tmp_path / "merged", "--base", model)
     assert shown.code == 0, shown.err

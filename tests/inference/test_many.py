@@ -96,6 +96,9 @@ def test_prompts_that_cannot_be_encoded_are_named(stories260k: Any) -> None:
     ):
         with pytest.raises(BadInput, match=f"row 2: .*{message}"):
             fewbits.generate_many(*stories260k, ["Once", odd], GREEDY)  # type: ignore[list-item]
+    for names in (["a"], "ab", []):
+        with pytest.raises(BadInput, match="for 2 prompts; give a list with one name for each"):
+            fewbits.generate_many(*stories260k, ["Once", "A"], GREEDY, adapter_names=names)
     with pytest.raises(BadInput, match="put the one text into a list"):
         fewbits.generate_many(*stories260k, "Once", GREEDY)
     assert fewbits.generate_many(*stories260k, [], GREEDY) == []
@@ -159,6 +162,16 @@ def test_a_run_that_was_killed_goes_on(seed: int | None, stories260k: Any, tmp_p
     whole = Sampling(temperature=1.0, seed=head["seed"], max_new_tokens=12)
     want = [answer.text for answer in fewbits.generate_many(*stories260k, PROMPTS, whole)]
     assert [row["answer"] for row in lines(out)] == want and not part.exists()
+
+
+def test_a_run_that_was_refused_binds_nobody(stories260k: Any, tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "Once"}, {"prompt": "a " * 600}])
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(BadInput, match="row 2 has a prompt of"):
+        answer_file(*stories260k, source, out, GREEDY)
+    write(source, ROWS[:1])
+    assert answer_file(*stories260k, source, out, Sampling(temperature=0, max_new_tokens=3)).rows == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
 def test_words_of_a_file_are_plain_data(stories260k: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from fewbits.cli.console import Progress, console
 from fewbits.errors import BadInput, FewbitsError
 from fewbits.inference.generate import Sampling, with_words
+from fewbits.models.generation.adapters_by_row import BASE
 
 
 def check(args: Namespace) -> None:
@@ -29,7 +30,7 @@ def check(args: Namespace) -> None:
     if args.input is not None and (args.lookup or args.draft is not None):
         raise BadInput("--lookup and --draft guess for one text at a time; leave them out with --input.")
     if args.input is None:
-        for name in ("output", "at_a_time"):
+        for name in ("output", "at_a_time", "row_adapter"):
             if getattr(args, name) is not None:
                 raise BadInput(f"--{name.replace('_', '-')} belongs to --input; give a file of rows.")
         return
@@ -38,6 +39,7 @@ def check(args: Namespace) -> None:
             "--input has no --output; name the file for the answers, as in --output answers.jsonl."
         )
     check_slots(args.at_a_time)
+    _row_adapters(args)
     check_destination(args.output)
     read_rows(args.input)
 
@@ -89,12 +91,35 @@ def refusing(words: Mapping[str, Any]) -> Iterator[None]:
         raise BadInput(f"generate refuses {', '.join(words)}: {str(error).rstrip('.')}.") from error
 
 
+def _row_adapters(args: Namespace) -> dict[str, str]:
+    """The folders that --row-adapter names, by adapter.
+
+    Raises:
+        BadInput: one that is not NAME=PATH, or a name twice.
+    """
+    folders: dict[str, str] = {}
+    for text in args.row_adapter or ():
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder or "." in name:
+            raise BadInput(
+                f"--row-adapter {text} is not NAME=PATH; write it as in --row-adapter short=runs/short."
+            )
+        if name in folders or name in ("default", BASE):
+            raise BadInput(f"--row-adapter {name} is there twice; give each adapter a name of its own.")
+        folders[name] = folder
+    return folders
+
+
 def answer_rows(args: Namespace, sampling: Sampling, words: Mapping[str, Any] | None = None) -> int:
     """Answer all rows, with more ``words`` of transformers' ``generate``; 130 if the user stopped it."""
-    from fewbits.cli.models import load, resolve
+    from fewbits.cli.models import add_adapter, load, resolve
     from fewbits.inference.answer_file import answer_file
 
     model, tokenizer = load(args)
+    by_row = _row_adapters(args)
+    for name, folder in by_row.items():
+        model = add_adapter(model, folder, name)
+    words = {**(words or {}), **({"adapter_field": "adapter"} if by_row else {})}
     screen = console(stderr=True)
     of_model = {
         "model": resolve(args.model),
@@ -102,6 +127,7 @@ def answer_rows(args: Namespace, sampling: Sampling, words: Mapping[str, Any] | 
         "recipe": args.recipe,
         "dtype": args.dtype,
         **({} if args.cache is None else {"cache": args.cache}),
+        **({"row_adapters": by_row} if by_row else {}),
     }
     try:
         with Progress("answers") as advance:
@@ -114,7 +140,7 @@ def answer_rows(args: Namespace, sampling: Sampling, words: Mapping[str, Any] | 
                 at_a_time=args.at_a_time,
                 of_model={name: None if value is None else str(value) for name, value in of_model.items()},
                 progress=advance,
-                **(words or {}),
+                **words,
             )
     except KeyboardInterrupt:
         screen.print(

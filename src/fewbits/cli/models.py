@@ -76,6 +76,19 @@ def load(args: Namespace) -> tuple[Any, Any]:
     return FastLanguageModel.for_inference(model), tokenizer
 
 
+def add_adapter(model: Any, path: str, name: str) -> Any:
+    """One more adapter of this name, which rows can choose; the one that was active stays so, or none is."""
+    import peft
+
+    from fewbits.models.adapting.adapters import load_adapter
+    from fewbits.models.fast import FastLanguageModel
+
+    active = list(model.active_adapters) if isinstance(model, peft.PeftModel) else None
+    model = load_adapter(model, resolve(path), adapter_name=name)
+    model.base_model.set_adapter(active or [])
+    return FastLanguageModel.for_inference(model)
+
+
 def guessing_of(args: Namespace, model: Any) -> Any:
     """Who guesses tokens ahead, as --lookup and --draft say; None: nobody."""
     from fewbits.inference.generate import Guessing

@@ -181,6 +181,12 @@ def _generate(commands: Commands) -> None:
         metavar="N",
         help="rows in a batch, 1 to 256 (default: as many as fit in memory)",
     )
+    rows.add_argument(
+        "--row-adapter",
+        action="append",
+        metavar="NAME=PATH",
+        help='a LoRA adapter for rows with "adapter": "NAME"; may be given several times',
+    )
     how = sub.add_argument_group("sampling and speed")
     how.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
     how.add_argument(

@@ -23,6 +23,7 @@ from fewbits.formats.kv_cache import get_kv_cache, kv_cache_to_config
 from fewbits.inference.generate import Generation, Prompt, Sampling
 from fewbits.inference.many import answered, encoded, seed_of
 from fewbits.models.folders.one_writer import one_writer, refuse_second_writer
+from fewbits.models.generation.adapters_by_row import BASE
 from fewbits.models.generation.live.answers import Report
 from fewbits.models.generation.live.plan import check_slots
 from fewbits.text_files import lines_of, read_text
@@ -121,6 +122,8 @@ def answer_file(
         of_model: what tells this model from others; answers of another one are not continued.
         progress: called with the answers there are and the rows.
         words: ``cache`` and words of transformers' ``generate``, as `generate_many` has them; plain data.
+            ``adapter_field``: the rows' field that names each row's adapter; without it a row has the active
+            one, and with ``null`` none.
 
     Raises:
         BadInput: a bad row, an output that is there already or that another process is writing, or answers
@@ -135,7 +138,8 @@ def answer_file(
         rows = read_rows(source)
         part = _Part(path, rows, sampling, {"model": dict(of_model or {}), "words": _plain(words)})
         earlier = len(part.answers)
-        todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed)
+        names = _adapters_of(rows, words.pop("adapter_field", None))
+        todo = encoded(tokenizer, [_prompt_of(row) for row in rows], part.seed, names)
         report, tokens, seconds = Report(), 0, 0.0
         if progress is not None:
             progress(earlier, len(rows))
@@ -149,6 +153,25 @@ def answer_file(
                     progress(len(part.answers), len(rows))
         part.finish(rows)
     return Written(path=path, rows=len(rows), earlier=earlier, tokens=tokens, seconds=seconds, report=report)
+
+
+def _adapters_of(rows: Sequence[Mapping[str, Any]], field: str | None) -> list[str | None] | None:
+    """The adapter that each row names in a field; None if rows have no such field.
+
+    Raises:
+        BadInput: something that is no name.
+    """
+    if field is None:
+        return None
+    names: list[str | None] = []
+    for number, row in enumerate(rows, 1):
+        name = row.get(field, "")
+        if name is not None and not isinstance(name, str):
+            raise BadInput(
+                f"row {number}: {field} is {name!r}; give the name of an adapter, or null for none."
+            )
+        names.append(BASE if name is None else name or None)
+    return names
 
 
 def _plain(words: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +227,7 @@ class _Part:
             **{name: value or None for name, value in others.items()},
         }
         lines = self._lines()
-        if lines:
+        if len(lines) > 1:  # a run that was refused has left no answer, and binds nobody
             self.seed = self._continued(lines, sampling.seed)
         else:
             self.seed = seed_of(sampling)

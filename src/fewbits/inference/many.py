@@ -59,7 +59,8 @@ def generate_many(
         on_answer: receives the number of each prompt and its answer as soon as it has ended.
         report: is told how it was done: slots, steps, texts in a step.
         words: ``cache``, in which formats keys and values are kept, such as "int4" or "int8/int4" (else the
-            model's or its recipe's choice); more words of transformers' ``generate``, such as ``min_p`` or
+            model's or its recipe's choice); ``adapter_names``, PEFT's name of each prompt's adapter, or
+            "__base__" for none; more words of transformers' ``generate``, such as ``min_p`` or
             ``stop_strings``.
 
     Returns:
@@ -70,7 +71,8 @@ def generate_many(
             named), memory that does not hold what was asked for, or what `generate` refuses.
         NotFinite: the model's logits are NaN or infinite.
     """
-    rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()))
+    names = words.pop("adapter_names", None)
+    rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()), names)
     by_row: dict[int, Generation] = {}
     how: dict[str, Any] = {"at_a_time": at_a_time, "report": report, "words": words}
     for number, answer in answered(model, tokenizer, rows, sampling or Sampling(), **how):
@@ -85,21 +87,32 @@ def seed_of(sampling: Sampling) -> int:
     return sampling.seed if sampling.seed is not None else int(torch.randint(_SEEDS, (1,)))
 
 
-def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], seed: int) -> list[Row]:
-    """Rows of tokens, numbered from 0, each with a seed of its own.
+def encoded(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    seed: int,
+    adapter_names: Sequence[str | None] | None = None,
+) -> list[Row]:
+    """Rows of tokens, numbered from 0, each with a seed of its own, and with its adapter if they are given.
 
     Raises:
-        BadInput: a prompt that cannot be encoded; its number, from 1, is named.
+        BadInput: a prompt that cannot be encoded; its number, from 1, is named. Not one adapter a prompt.
     """
     if isinstance(prompts, str):
         raise BadInput("generate_many takes a list of prompts; put the one text into a list.")
+    prompts = list(prompts)
+    names = [None] * len(prompts) if adapter_names is None else adapter_names
+    if isinstance(names, str) or len(names) != len(prompts):
+        raise BadInput(
+            f"adapter_names is {names!r} for {len(prompts)} prompts; give a list with one name for each."
+        )
     rows = []
     for number, prompt in enumerate(prompts):
         try:
             ids = encode_prompt(tokenizer, prompt)[0].tolist()
         except BadInput as error:
             raise BadInput(f"row {number + 1}: {error}") from error
-        rows.append(Row(number, tuple(ids), (seed + number) % _SEEDS))
+        rows.append(Row(number, tuple(ids), (seed + number) % _SEEDS, names[number]))
     return rows
 
 
