@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fewbits.decoder.parts import part_of
 from fewbits.decoder.projection import Branch, Part
 from fewbits.errors import Unsupported
+from fewbits.host.walks import all_modules
 
 BASE = "__base__"  # PEFT's name for none
 
@@ -95,8 +96,8 @@ class AdaptersByRow:
 
 def adapter_rows(model: nn.Module) -> tuple[str, ...]:
     """The adapters by row that PEFT's call of ``generate`` asks for; () if every row has the active one."""
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
+    for module in all_modules(model):
+        if "lora_A" in module._modules:
             hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if names_adapters(hook)]
             return next((tuple(hook.keywords["adapter_names"]) for hook in hooks), ())
     return ()

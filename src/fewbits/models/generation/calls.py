@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fewbits.host.unwrap import unwrap
+from fewbits.host.walks import all_modules
 from fewbits.models.generation.own_caches import continues
 from fewbits.models.generation.step import why_not
 
@@ -95,9 +96,11 @@ def other_way(model: Any, arguments: dict[str, Any]) -> str:
 
 def drops(model: nn.Module) -> str:
     """Whether the model is in training mode and something in it drops values; "" if not."""
-    for module in model.modules():
+    for module in all_modules(model):
+        if not module.training:
+            continue
         share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-        if module.training and share:
+        if share:
             return "the model is in training mode and has dropout"
     return ""
 

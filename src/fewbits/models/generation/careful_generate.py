@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.families.shapes import head_dim
+from fewbits.host.walks import all_modules
 from fewbits.models.generation.calls import option_of
 from fewbits.models.generation.live.plan import free_bytes, size_in_words
 from fewbits.models.generation.loop import with_loop
@@ -40,9 +41,9 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     if not getattr(model.config, "is_encoder_decoder", False):
         _check_kind(model, arguments)
         _check_prompt(model, ids, arguments)
-    if any(m.training and getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+    training = [module for module in all_modules(model) if module.training]
+    if any(getattr(module, "gradient_checkpointing", False) for module in training):
         kwargs = {"use_cache": True, **kwargs}
-        training = [module for module in model.modules() if module.training]
         model.eval()
     else:
         training = []

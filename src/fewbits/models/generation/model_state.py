@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fewbits.host.walks import all_modules
 from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
 from fewbits.models.generation.adapters_by_row import names_adapters
 
@@ -14,8 +15,9 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
     A model that answers otherwise than before needs another step, and another proof.
     """
     state: list[Any] = []
-    for module in model.modules():
-        if hasattr(module, "lora_A") and hasattr(module, "merged"):
+    module: Any
+    for module in all_modules(model):
+        if "lora_A" in module._modules and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
             state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
         state.append((id(module), type(module)))
@@ -24,8 +26,15 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
         listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
         if listeners or "forward" in vars(module):
             state.append((*listeners, id(vars(module).get("forward"))))
-    state.extend(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        state.extend(tensor.data_ptr() for tensor in tensors if tensor is not None)
     return tuple(state)
+
+
+def is_spread(model: Any) -> bool:
+    """Whether its weights are spread over several processes."""
+    shared = any(vars(module).get("tensor_group") is not None for module in all_modules(model))
+    return shared or any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def _asks_for_gradients(hook: Any) -> bool:

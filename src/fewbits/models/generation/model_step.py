@@ -29,6 +29,7 @@ from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.fixed_cache import fixed_cache, fixed_layers, masks
 from fewbits.models.generation.live.slots import kinds_of
+from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.step import rope_kind
 from fewbits.nn.experts import QuantizedExperts
@@ -76,9 +77,7 @@ def _why_not_modules(model: nn.Module) -> str:
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if hasattr(module, "_hf_hook") or not all(map(_is_of_no_consequence, hooks)):
             return f"{name or 'the model'} has hooks, which a CUDA graph would not call"
-    if any(hasattr(p, "placements") for p in model.parameters()) or any(
-        vars(m).get("tensor_group") is not None for m in model.modules()
-    ):
+    if is_spread(model):
         return "its weights are spread over several processes"
     return ""
 

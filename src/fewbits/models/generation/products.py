@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.formats.base import Packed
+from fewbits.host.walks import all_modules
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
@@ -59,7 +60,7 @@ class ManyRows:
 @contextmanager
 def products_in_16_bits(model: nn.Module) -> Iterator[None]:
     """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
-    rounding = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
+    rounding = [m for m in all_modules(model) if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
     operands = [m.operands for m in rounding]
     try:
         for module in rounding:

@@ -48,6 +48,7 @@ from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
 from fewbits.models.generation.adapters_by_row import AdaptersByRow
 from fewbits.models.generation.branches import Reader, StepBranches, norm_of
+from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.packed_keys import packed_layer
 from fewbits.models.generation.products import ManyRows
 
@@ -73,9 +74,7 @@ def why_not(model: Any) -> str:
         return f"{spec.model_type} changes {' and '.join(changed_by(spec, config))}"
     if rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {rope_kind(model)!r} depends on the length"
-    if any(hasattr(p, "placements") for p in model.parameters()) or any(
-        vars(m).get("tensor_group") is not None for m in model.modules()
-    ):
+    if is_spread(model):
         return "its weights are spread over several processes"
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
