@@ -253,6 +253,11 @@ class LayerParts:
                     return str(reason)
         return None
 
+    @property
+    def values_kept(self) -> tuple[int, ...]:
+        """Which values of weights are kept; equal to an earlier answer while none was made or let go of."""
+        return tuple(values.state for _, values in self._decoded.values())
+
     def float8_values(self, stay: bool) -> None:
         """Have float8 values of frozen weights stay from prompt to prompt, or let go of them."""
         self.float8_stays = stay

@@ -31,6 +31,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -50,6 +51,9 @@ from fewbits.nn.lasting import lasting_tensors
 Make = Callable[[int], Tensor]  # values of a weight, with this many more rows than it has
 
 
+_STATES = count()
+
+
 class FreshValues:
     """Values of a weight that are computed for one product and dropped."""
 
@@ -59,10 +63,15 @@ class FreshValues:
 
 
 class CachedValues(FreshValues):
-    """Values of frozen weights stay from call to call, as the products take them."""
+    """Values of frozen weights stay from call to call, as the products take them.
+
+    Attributes:
+        state: a number that no others have and none of these had before one of them was made.
+    """
 
     def __init__(self) -> None:
         self._values: dict[object, Tensor] = {}
+        self.state = next(_STATES)
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +86,7 @@ class CachedValues(FreshValues):
         if key in self._values and self._values[key].shape[0] < rows:
             del self._values[key]  # first, for two of them would need twice the memory
         if key not in self._values:
+            self.state = next(_STATES)
             # A graph may hold them later, also where this pass is one of inference mode.
             with lasting_tensors() if torch.is_inference_mode_enabled() else contextlib.nullcontext():
                 self._values[key] = make(room)

@@ -45,6 +45,7 @@ from fewbits.models.generation.own_caches import give_back, length_of
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
+from fewbits.models.generation.prompt_graph import PromptGraphs
 from fewbits.models.generation.speculation import (
     MOST_GUESSES,
     ROUNDING,
@@ -90,6 +91,7 @@ class Decoding:
 
     def __init__(self) -> None:
         self.busy = threading.Lock()
+        self.prompts = PromptGraphs()
         self.step: DecodeStep | ModelStep | None = None
         self.together: tuple[DecodeStep, DecodeStep] | None = None  # the step, and the one that verifies
         self.of_model: tuple[Any, ...] = ()
@@ -210,7 +212,10 @@ def _decode(
             _check_keywords(model, read, padding, keywords)
             before = 0 if own_cache is None else length_of(own_cache, read)
             how = HowToRead(kv_cache, embedded, generation_config.prefill_chunk_size, own_cache, before)
-            prompt = read_prompt(model, read, mask, padding, how)
+            prompt = state.prompts.read(model, read, padding, how)
+            if state.prompts.refused:
+                state.say(state.prompts.refused.rstrip("."), "short prompts are read launch by launch")
+            prompt = prompt or read_prompt(model, read, mask, padding, how)
             step = _ready_or_as_before(state, model, read, prompt, (padding, mask, end, how))
         except Unsupported as error:
             state.say(str(error).rstrip("."))
@@ -444,6 +449,7 @@ def _new_step(
                 return make(room)
         except torch.OutOfMemoryError as error:
             full = error
+    decoding_of(model).prompts.forget()
     if free_prompt_weights(model, "keys and values take the memory"):
         return _new_step(model, rooms, make)
     raise Unsupported(f"there is no memory for the keys and values of {rooms[-1]:,} tokens.") from full

@@ -36,7 +36,7 @@ from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.split_experts import SplitExperts
 
 _WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal.", "unique", "masked_select")
-_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
+CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
 def why_no_model_step(model: Any) -> str:
@@ -59,7 +59,7 @@ def why_no_model_step(model: Any) -> str:
         return str(error).rstrip(".")
     if adapter_rows(model):
         return "adapters are chosen by row"
-    reason = _why_not_modules(model)
+    reason = why_not_modules(model)
     if reason:
         return reason
     devices = {p.device for p in model.parameters()}
@@ -68,7 +68,8 @@ def why_no_model_step(model: Any) -> str:
     return ""
 
 
-def _why_not_modules(model: nn.Module) -> str:
+def why_not_modules(model: nn.Module) -> str:
+    """What in a model a graph of its modules would get wrong; "" if nothing is known."""
     for name, module in model.named_modules():
         if isinstance(module, SplitExperts):
             return "the host asks which of its experts have rows"
@@ -115,7 +116,7 @@ def _module_at_work() -> str:
 
 
 @contextmanager
-def _no_waits(device: torch.device) -> Iterator[None]:
+def no_waits(device: torch.device) -> Iterator[None]:
     """Let what would wait for the device raise instead."""
     with HostReads(device):
         if device.type != "cuda":
@@ -248,13 +249,13 @@ class ModelStep:
         if self.batch in self.graphs:
             return
         try:
-            with _no_waits(self.device):
+            with no_waits(self.device):
                 self.run()
             if self.device.type == "cuda":
                 self.graphs[self.batch] = self._recorded()
         except torch.OutOfMemoryError:
             raise
-        except _ERRORS as error:
+        except CANNOT as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise Unsupported(f"its modules cannot be recorded in a CUDA graph ({first}).") from error
 
@@ -312,7 +313,7 @@ def _tried(run: Any) -> Tensor:
         return run()  # type: ignore[no-any-return]
     except torch.OutOfMemoryError:
         raise
-    except _ERRORS as error:
+    except CANNOT as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Unsupported(
             f"the model's forward does not take fixed places for its keys ({first})."
