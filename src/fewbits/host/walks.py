@@ -165,12 +165,12 @@ def _own_train_of(modules: Sequence[nn.Module]) -> list[bool]:
 def all_modules(root: nn.Module) -> list[nn.Module]:
     """``root.modules()``, each once and in torch's order, without names, which take most of torch's time."""
     modules: list[nn.Module] = []
-    seen: set[nn.Module] = set()
+    met: set[nn.Module] = set()
     below: list[nn.Module | None] = [root]
     while below:
         module = below.pop()
-        if module is not None and module not in seen:
-            seen.add(module)
+        if module is not None and module not in met:
+            met.add(module)
             modules.append(module)
             below.extend(reversed(module._modules.values()))
     return modules

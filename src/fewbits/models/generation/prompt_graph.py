@@ -23,11 +23,14 @@ from torch import Tensor, nn
 
 from fewbits.decoder.fuse import fused_layers
 from fewbits.errors import Unsupported
+from fewbits.formats import E4M3_ROW
+from fewbits.host.record import part_of
+from fewbits.host.walks import all_modules
 from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import CANNOT, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
 from fewbits.models.generation.step import rope_kind
-from fewbits.models.stochastic.in_model import stochastic_config_of
+from fewbits.recipes.stochastic_config import StochasticConfig
 
 _MOST_TOKENS = 4096  # of all texts together: longer ones keep the device busy
 _LENGTHS = (16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
@@ -192,8 +195,11 @@ def _records(model: Any) -> bool:
 def _why_not(model: nn.Module) -> str:
     if rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {rope_kind(model)!r} depends on the length."
-    if stochastic_config_of(model) is not None:
-        return "its products depend on the company."
+    formats = {
+        getattr(getattr(module, "operands", None), "activation", None) for module in all_modules(model)
+    }
+    if part_of(model, StochasticConfig) is not None or formats - {None, E4M3_ROW}:
+        return "a token's products depend on those beside it."
     if len({p.device for p in model.parameters()}) != 1:
         return "it lies on several devices."
     return ""
