@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import fewbits
 from fewbits import FastLanguageModel
-from fewbits.errors import SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.formats import FORMATS
 from fewbits.host.expert_weights import weights_of
+from fewbits.models.merging.experts import WholeMerger
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
@@ -125,6 +126,15 @@ def test_an_adapter_of_plain_peft_loads_over_packed_experts(tmp_path) -> None:
     assert not torch.allclose(without, logits(ours, tokens()), atol=1e-3)
 
 
+def test_gate_and_up_have_twice_the_rank_and_nobody_says_otherwise(recwarn: Any) -> None:
+    """PEFT looks for a parameter's rank among modules, and would warn that it was ignored."""
+    adapted = FastLanguageModel.get_peft_model(mixture("qwen3_moe"), r=3, target_modules=TARGETS)
+    ranks = {n.partition(".lora_A")[0].count("base_layer"): p.shape[0] // 8
+             for n, p in adapted.named_parameters() if "experts" in n and "lora_A" in n}  # fmt: skip
+    assert sorted(ranks.values()) == [3, 6]
+    assert not [one for one in recwarn if "did not match any targeted module" in str(one.message)]
+
+
 def host_and_packed(format: Any, kind: str = "qwen3_moe") -> tuple[Any, QuantizedExperts]:
     """Experts of one layer over the decoded weights, and the same packed."""
     host = next(module for module in mixture(kind).modules() if weights_of(module))
@@ -208,6 +218,39 @@ def test_a_merged_mixture_is_the_original_with_the_adapter_in_it(kind: str, tmp_
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(logits(merged, tokens()), logits(theirs, tokens()), rtol=0, atol=2e-5)
     assert tensor_names(tmp_path / "merged") == tensor_names(tmp_path / "base")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_a_merge_in_16_bits_stands_where_a_rounding_chooses_another_expert(kind: str, tmp_path) -> None:
+    """Without the same routing in both passes, two or three in eight of these merges were refused."""
+    adapted = adapted_mixture(tmp_path, kind)
+    for seed in range(8):
+        perturb(adapted, scale=0.1, seed=seed)
+        receipt = adapted.save_pretrained_merged(tmp_path / "merged", dtype=torch.bfloat16, overwrite=True)
+        assert 0 < receipt.logits_error < receipt.tolerance < 0.1
+
+
+@pytest.mark.parametrize("wrong", ["experts.down_proj", "gate.weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merge_that_went_wrong_is_not_written(
+    wrong: str, dtype: torch.dtype, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert without its adapter, or another router: routing that is given does not hide either."""
+    adapted = adapted_mixture(tmp_path, "qwen3_moe")
+    perturb(adapted, scale=0.1)
+    right = WholeMerger._sum
+
+    def spoiled(self: WholeMerger, name: str, weight: torch.Tensor) -> torch.Tensor:
+        total = right(self, name, weight)
+        if name == f"model.layers.1.mlp.{wrong}":
+            total = total.clone()
+            total[1] = weight[1] if wrong.startswith("experts") else 2 * weight[1]
+        return total
+
+    monkeypatch.setattr(WholeMerger, "_sum", spoiled)
+    with pytest.raises(BadCheckpoint, match="nothing was written"):
+        adapted.save_pretrained_merged(tmp_path / "merged", dtype=dtype)
+    assert not (tmp_path / "merged").exists()
 
 
 def tensor_names(folder: Any) -> set[str]:

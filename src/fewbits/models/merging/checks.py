@@ -51,10 +51,10 @@ def operands_as_they_are(model: nn.Module) -> Iterator[None]:
 
 
 def jitter(model: nn.Module, unit: float) -> None:
-    """Move every weight matrix by up to ``unit`` of each value, uniformly."""
+    """Move every weight matrix, those of experts too, by up to ``unit`` of each value, uniformly."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             noise = (
                 torch.rand(parameter.shape, generator=generator, dtype=torch.float32)
                 .mul_(2)

@@ -158,7 +158,8 @@ class WholeMerger(Merger):
             for leaf in branches:  # a router's weight, for one
                 parameter = host.get_parameter(leaf)
                 parameter.copy_(self._sum(f"{path}.{leaf}", parameter))
-        logits: Tensor = model(input_ids=ids).logits
+        with self.routing.of(model):
+            logits: Tensor = model(input_ids=ids).logits
         return logits.float()
 
     def _by_module(self) -> dict[str, dict[str, tuple[tuple[Tensor, Tensor, float], ...]]]:

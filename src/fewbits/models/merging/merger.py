@@ -39,6 +39,7 @@ from fewbits.models.merging.branches import (
     was_changed,
 )
 from fewbits.models.merging.checks import compare_file, distance, jitter, operands_as_they_are, split
+from fewbits.models.merging.routing import Routing, routing_distance
 from fewbits.models.packing.packed_head import say_tied
 from fewbits.nn.finite import first_not_finite, why_not_finite
 from fewbits.nn.linear import QuantizedLinear
@@ -85,6 +86,7 @@ class Merger:
 
     def __init__(self, base: Any, dtype: torch.dtype) -> None:
         self.base, self.dtype = base, dtype
+        self.routing = Routing()
         self.branches = branches_of(base)
         self.corrected = corrected_linears(base)  # their adapters belong to what was packed
         self.changed: set[str] = set()  # linears whose weight is not the original's any more
@@ -334,7 +336,8 @@ class Merger:
 
         How much of a difference rounding explains depends on the model, so it is measured: every weight of
         the reloaded model is moved at random by up to one rounding, and the logits may not differ by more
-        than `_ROUNDINGS` times what that does to them.
+        than `_ROUNDINGS` times what that does to them. All three passes send rows to the same experts, and
+        the routers' own choices are compared apart (`Routing`).
         """
         vocab_size = self.base.config.get_text_config().vocab_size
         ids = (torch.arange(32) * 7919 + 13).remainder(vocab_size).view(2, 16)
@@ -342,10 +345,12 @@ class Merger:
         expected = self._expected(ids, dtype)
         merged = type(self.base).from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
         with torch.no_grad():
-            logits = merged(input_ids=ids).logits.float()
+            with self.routing.of(merged) as chosen:
+                logits = merged(input_ids=ids).logits.float()
             # In float32 the products' own sums round as much as the weights do: a few units more.
             jitter(merged, torch.finfo(self.dtype).eps * (4 if self.dtype == torch.float32 else 0.5))
-            moved = merged(input_ids=ids).logits.float()
+            with self.routing.of(merged) as chosen_moved:
+                moved = merged(input_ids=ids).logits.float()
         error = distance(logits, expected)
         tolerance = _ROUNDINGS * distance(moved, logits)
         if not math.isfinite(error):
@@ -356,6 +361,14 @@ class Merger:
                 f"the merged model's logits differ from base plus adapter by {error:.2e} relative, and "
                 f"rounding explains no more than {tolerance:.2e}; nothing was written, keep the adapter and "
                 "report this."
+            )
+        routed = routing_distance(chosen, self.routing.expected or [])
+        most = _ROUNDINGS * routing_distance(chosen_moved, chosen)
+        if not routed <= most:
+            raise BadCheckpoint(
+                f"the merged model's routers weigh experts otherwise than the base's, by {routed:.2e} "
+                f"relative, and rounding explains no more than {most:.2e}; nothing was written, keep the "
+                "adapter and report this."
             )
         return error, tolerance
 
@@ -371,7 +384,7 @@ class Merger:
         logits: Tensor
         if self.original is None:
             training = self.base.training
-            with operands_as_they_are(self.base):
+            with operands_as_they_are(self.base), self.routing.of(self.base):
                 logits = self.base.eval()(input_ids=ids.to(self.base.device)).logits
             self.base.train(training)
             return logits.float().cpu()
@@ -388,5 +401,6 @@ class Merger:
             model.get_submodule(name).register_forward_hook(
                 lambda module, args, output, branch=branch: branch.apply(args[0], output, module)
             )
-        logits = model(input_ids=ids).logits
+        with self.routing.of(model):
+            logits = model(input_ids=ids).logits
         return logits.float()
