@@ -29,6 +29,7 @@ from fewbits.training.data.examples import TokenData
 from fewbits.training.data.packing import SequenceDataset, pack
 from fewbits.training.data.step_sampler import passes_of
 from fewbits.training.plan.parallel import Layout
+from fewbits.training.setup.rows_apart import check_rows_apart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -236,6 +237,8 @@ def load_model(config: TrainConfig, *, spread: Callable[[Any], str] | None = Non
         dtype=autocast,
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,  # where it will be
     )
+    if config.packing:
+        check_rows_apart(model)
     if on_gpu:
         lines.append(fused_decoder(model))
     if spread is not None:
