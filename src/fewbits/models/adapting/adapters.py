@@ -90,7 +90,7 @@ def get_peft_model(
     if from_error:
         mark(config, model)
     mark_stretched(config, model)
-    with _own_random_numbers(seed):
+    with _own_random_numbers(seed), _parameters_matched(config):
         if isinstance(model, peft.PeftModel):
             model.add_adapter(adapter_name, config)
             adapted: Any = model
@@ -105,6 +105,27 @@ def get_peft_model(
     if told is not None and told not in notes_of(model):
         add_notes(model, [told])
     return adapted
+
+
+@contextmanager
+def _parameters_matched(config: Any) -> Iterator[None]:
+    """Within it, PEFT does not say that a pattern for parameters was ignored, where these have what it says.
+
+    It looks for ranks and alphas of ``target_parameters`` among the names of modules, and warns of each.
+    """
+    with warnings.catch_warnings():
+        for field in ("rank_pattern", "alpha_pattern"):
+            patterns = sorted(getattr(config, field, None) or {})
+            if patterns and all(_names_a_parameter(config, pattern) for pattern in patterns):
+                said = re.escape(f"The following {field} keys did not match any targeted module")
+                listed = re.escape(str(patterns))
+                warnings.filterwarnings("ignore", f"{said}.*: {listed}", RuntimeWarning)
+        yield
+
+
+def _names_a_parameter(config: Any, pattern: str) -> bool:
+    names = getattr(config, "target_parameters", None) or ()
+    return any(re.fullmatch(pattern, f"layers.0.{name}") for name in names)
 
 
 @torch.no_grad()
