@@ -90,7 +90,7 @@ def _experts_in(module: nn.Module) -> int:
 
 def _dense(index: Tensor, weights: Tensor, count: int) -> Tensor:
     """(T, k) experts and their weights as (T, E)."""
-    dense = torch.zeros(index.shape[0], count)
+    dense = torch.zeros(index.shape[0], count, dtype=torch.float32)
     return dense.scatter_add_(1, index.long().cpu(), weights.float().cpu())
 
 
