@@ -32,7 +32,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": {"num_experts": 4, "clip_qkv": None},
-    "granitemoe": {"num_local_experts": 4, "residual_multiplier": 0.22, "embedding_multiplier": 12.0},
+    "granitemoe": {
+        "num_local_experts": 4, "residual_multiplier": 0.22, "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2, "logits_scaling": 2.0,
+    },
     "deepseek_v3": {  # latent attention, groups of experts of which some are looked at, shared experts
         "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,

@@ -21,7 +21,7 @@ from tests.models.mixtures import mixture
 from tests.models.test_fused import NF4_ONLY, assert_same, loss_and_gradients
 from tests.models.tiny import tokens
 
-FUSED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+FUSED = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "olmoe", "granitemoe")
 LORA = LoRA(r=4, targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 
 
@@ -110,10 +110,39 @@ def test_a_layer_that_keeps_its_inputs_holds_nothing_of_its_experts(keep: Keep) 
     assert kept_bytes() < everything / 3
 
 
+@pytest.mark.parametrize("kind", ["olmoe", "granitemoe"])
+@pytest.mark.parametrize("keep", [KEEP_NONE, Keep()], ids=["nothing kept", "kept"])
+def test_norms_of_whole_rows_and_multiplied_halves_learn_the_same(kind: str, keep: Keep) -> None:
+    """Plain weights that all train, norms of queries and keys among them; computed again and kept."""
+    model, ids = adapted(kind, None, lora=None), tokens(2, 20)
+    plain = loss_and_gradients(model, ids)
+    fuse(model, keep=keep)
+    assert_same(loss_and_gradients(model, ids), plain)
+    assert kind != "olmoe" or any(name.endswith("k_norm.weight") for name in plain[1])
+    assert len(fused_layers(model)) == 2 and not fusion_of(model).fallbacks
+
+
+def test_values_that_are_cut_stay_unfused() -> None:
+    """A few random tokens need not reach the bound, so the spec says it, not the comparison."""
+    model = mixture("olmoe")
+    model.config.clip_qkv = 8.0
+    assert "its queries, keys and values are cut to clip_qkv (8)" in str(fuse(model))
+    assert not fused_layers(model)
+
+
+def test_a_multiplied_half_with_a_bias_stays_unfused() -> None:
+    model = mixture("granitemoe")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias = nn.Parameter(torch.ones(64))
+    assert "its attention's output is multiplied before it is added, and has a bias" in str(fuse(model))
+    assert not fused_layers(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe", "granitemoe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_mixture_is_proved(dtype: torch.dtype) -> None:
+def test_a_mixture_is_proved(dtype: torch.dtype, kind: str) -> None:
     """Where roundings choose other experts too: of 64 values in bfloat16 two are often as large."""
-    model = mixture("qwen3_moe").to(dtype)
+    model = mixture(kind).to(dtype)
     receipt = str(fuse(model))
     assert len(fused_layers(model)) == 2 and "outputs and gradients agree" in receipt, receipt
 

@@ -3,9 +3,11 @@
     n = norm(x)     q, k, v = turn(head_norm(n @ W_qkv^T))     o = attend(q, k, v)     y = x + post(o @ W_o^T)
 
 x, y (B, S, H); q (B, heads, S, D), k and v (B, kv_heads, S, D) are views of one product; ``turn`` is the
-rotary embedding, of q and k; ``head_norm`` an RMSNorm of each head of q and k (Qwen 3, Gemma 3) or nothing;
+rotary embedding, of q and k; ``head_norm`` an RMSNorm of each head of q and k (Qwen 3, Gemma 3), of all heads
+of a row at once (OLMoE), or nothing;
 ``post`` the identity or a second norm (Gemma 2 and 3). All linears with their LoRA branches
-(`fewbits.decoder.projection`), which are added where the rotation reads q, k and v.
+(`fewbits.decoder.projection`), which are added where the rotation reads q, k and v; before norms of whole
+rows, which the kernel that turns does not compute, they are added to the product.
 
 Attention itself is a function that autograd can differentiate: the node runs it on detached q, k and v, keeps
 that small graph, and differentiates it in its own backward pass. So any backend serves.
@@ -24,12 +26,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.decoder.both_halves import Half, Norm, Normed, Residual, on_own_dtype, records_nothing
+from fewbits.decoder.both_halves import (
+    Half,
+    Norm,
+    Normed,
+    Residual,
+    backward_norm,
+    normed_rows,
+    on_own_dtype,
+    records_nothing,
+)
 from fewbits.decoder.projection import Projection, Rows
 from fewbits.decoder.trainable import PerHalf
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.decoder.gated_activation_triton import LowRank
 from fewbits.kernels.decoder.qkv_epilogue import (
+    NOTHING,
     QKNorm,
     QKVExtras,
     QKVLayout,
@@ -53,8 +65,11 @@ class AttentionHalf(Half):
         layout: B, heads, kv_heads and D.
         rotary: cos and sin (1 or B, S, d), as the model's rotary embedding gives them.
         attend: the attention.
-        q_norm: the norm of each head of q, or None.
-        k_norm: the norm of each head of k, or None.
+        q_norm: the norm of q, or None.
+        k_norm: the norm of k, or None.
+        norms_rows: whether these two go over all heads of a row at once.
+        factor: that the half is multiplied by before it is added; what attention gives is, for
+            W (m o) = m (W o); the projection back has no bias then.
     """
 
     qkv: Projection
@@ -64,6 +79,8 @@ class AttentionHalf(Half):
     attend: Attend
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    norms_rows: bool = False
+    factor: float = 1.0
 
     @property
     def into(self) -> Projection:
@@ -91,13 +108,17 @@ def fused_attention(x: Tensor, half: AttentionHalf) -> Tensor:
 
 @dataclass
 class _Graph:
-    """Attention's own small graph: o of detached q, k, v; and the product before head norms."""
+    """Attention's own small graph: o of detached q, k, v; and the product before norms of q and k.
+
+    With norms of whole rows, that has biases and branches in it, and ``r`` is 1/rms of its q and k (M,).
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     o: Tensor
     raw: Tensor | None
+    r: tuple[Tensor, Tensor] | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -178,7 +199,9 @@ def _backward(
 
 
 def _extras(half: AttentionHalf, xa: Tensor | None) -> QKVExtras:
-    """Biases, branches and head norms, as the epilogue takes them."""
+    """Biases, branches and head norms, as the epilogue takes them; none behind norms of whole rows."""
+    if half.norms_rows:
+        return NOTHING
     branches = half.qkv.low_rank(xa)
     if len(branches) == 1 and branches[0] is not None:  # one linear makes q, k and v
         _, H, Hk, D = half.layout
@@ -192,14 +215,50 @@ def _extras(half: AttentionHalf, xa: Tensor | None) -> QKVExtras:
 
 
 def _attend(half: AttentionHalf, n: Normed, xa: Tensor | None, *, alone: bool = False) -> _Graph:
-    qkv = half.qkv.product(n.rows)
+    raw = qkv = half.qkv.product(n.rows)
+    r = None
+    if half.norms_rows:
+        qkv, r = _norm_rows(half, half.qkv.finish_(raw, xa, None))
     q, k, v = qkv_epilogue(qkv, Rotation(*half.rotary), half.layout, _extras(half, xa))
     if alone:
-        return _Graph(q, k, v, half.attend(q, k, v), None)
+        return _Graph(q, k, v, _multiplied(half, half.attend(q, k, v)), None)
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     with torch.enable_grad():
-        o = half.attend(q, k, v)
-    return _Graph(q, k, v, o, None if half.q_norm is None else qkv)
+        o = _multiplied(half, half.attend(q, k, v))
+    return _Graph(q, k, v, o, None if half.q_norm is None else raw, r)
+
+
+def _multiplied(half: AttentionHalf, o: Tensor) -> Tensor:
+    return o if half.factor == 1.0 else o * half.factor
+
+
+def _norm_rows(half: AttentionHalf, raw: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The finished product (M, N) with q and k normalised over all their heads, and 1/rms of both (M,)."""
+    assert half.q_norm is not None and half.k_norm is not None
+    q, k, v = _columns(half, raw)
+    of_q, of_k = normed_rows(q, half.q_norm), normed_rows(k, half.k_norm)
+    return torch.cat([of_q.dense, of_k.dense, v], 1), (of_q.r, of_k.r)
+
+
+def _norm_rows_backward(
+    half: AttentionHalf, graph: _Graph, dqkv: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Take ``dqkv`` (M, N or more) back through those norms in place; the gradients of their weights."""
+    assert graph.raw is not None and graph.r is not None
+    gradients: list[Tensor | None] = []
+    for i, norm in enumerate((half.q_norm, half.k_norm)):
+        assert norm is not None
+        dy = _columns(half, dqkv)[i]
+        dx, dw = backward_norm(dy, _columns(half, graph.raw)[i], norm, graph.r[i], needs_dw=needs[i])
+        dy.copy_(dx)
+        gradients.append(dw)
+    return gradients
+
+
+def _columns(half: AttentionHalf, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts q, k and v of (M, N or more)."""
+    _, H, Hk, D = half.layout
+    return qkv[:, : H * D], qkv[:, H * D : (H + Hk) * D], qkv[:, (H + Hk) * D : (H + 2 * Hk) * D]
 
 
 def _attend_backward(
@@ -207,7 +266,7 @@ def _attend_backward(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The gradient of the product (M, N), and those of the head norms' weights."""
     dq, dk, dv = torch.autograd.grad(graph.o, (graph.q, graph.k, graph.v), do)
-    raw = graph.raw
+    raw = None if half.norms_rows else graph.raw
     graph.o = graph.q = graph.k = graph.v = do  # their memory is free from here on
     dqkv = half.qkv.gradient_buffer(do.shape[0] * do.shape[1], do)
     dnorms = qkv_epilogue_backward(
@@ -217,8 +276,10 @@ def _attend_backward(
         half.layout,
         _extras(half, xa),
         qkv=raw,
-        weight_gradient=any(needs_norms),
+        weight_gradient=any(needs_norms) and not half.norms_rows,
     )
+    if half.norms_rows:
+        return dqkv, _norm_rows_backward(half, graph, dqkv, needs_norms)
     if dnorms is None:
         return dqkv, [None, None]
     return dqkv, [dw if needed else None for dw, needed in zip(dnorms, needs_norms, strict=True)]

@@ -42,15 +42,15 @@ def why_not_attention(spec: ModelSpec, config: Any, index: int | None = None) ->
     """
     if spec.attention is None:
         return "its spec does not say what its attention computes"
-    return _norms(spec, config) or _residual(spec, config) or _attention(spec.attention, config, index)
+    # A half of modules of the model's own is multiplied as it is added, and attention's result before o.
+    residual = None if spec.experts is not None else _residual(spec, config)
+    return _norms(spec) or residual or _attention(spec.attention, config, index)
 
 
-def _norms(spec: ModelSpec, config: Any) -> str | None:
+def _norms(spec: ModelSpec) -> str | None:
     norm = spec.norm
     if norm.kind != "rms":
         return "its norms are LayerNorms, which take the mean away"
-    if norm.query is not None and norm.query_key_over == "row":
-        return "its norms of queries and keys go over all heads at once"
     return _NORMS_STAND.get(norm.layout)
 
 
@@ -69,6 +69,9 @@ def _attention(attention: Attention, config: Any, index: int | None) -> str | No
             "pairs": "its positions turn neighbouring channels together",
             "none": "its positions come in otherwise than by turning",
         }[attention.rotary]
+    clip = field_of(config, attention.clip)
+    if clip is not None:
+        return f"its queries, keys and values are cut to {attention.clip} ({clip:g})"
     rotates = field_of(config, attention.rotary_layers)
     if rotates is not None and index is not None and index < len(rotates) and not rotates[index]:
         return "its queries and keys are not turned by their positions"

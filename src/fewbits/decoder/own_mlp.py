@@ -1,11 +1,12 @@
 """Layers of which only the attention half is fused; the other half runs as the modules that it is made of.
 
-    y = fused_attention(x)        z = y + after(mlp(before(y)))        all (B, S, H)
+    y = fused_attention(x)        z = y + m after(mlp(before(y)))        all (B, S, H)
 
-``mlp`` is whatever a layer has there: a router and experts, an MLP without a gate. Its modules are called as
-the layer's own forward calls them, so hooks below them run, and what transformers collects there (logits of
-routers) is collected. What `Keep` says of the MLP holds for all of it: not kept, it is computed again from y,
-by torch's checkpoint, and y waits on the host where inputs do.
+``mlp`` is whatever a layer has there: a router and experts, an MLP without a gate; m is 1 but for families
+whose halves are multiplied before they are added (Granite). Modules are called as the layer's own forward
+calls them, so hooks below them run, and what transformers collects there (logits of routers) is collected.
+What `Keep` says of the MLP holds for all of it: not kept, it is computed again from y, by torch's checkpoint,
+and y waits on the host where inputs do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fewbits.decoder.keep import Keep
+from fewbits.families.shapes import field_of
 from fewbits.families.spec import MLP, ModelSpec
 from fewbits.host.spec import find
 from fewbits.nn.experts import QuantizedExperts
@@ -46,6 +48,12 @@ def spec_of_layer(spec: ModelSpec, layer: nn.Module) -> ModelSpec:
     return replace(spec, mlp=dense, experts=experts, some_layers=(), other_linears=())
 
 
+def residual_factor(layer: nn.Module, spec: ModelSpec) -> float:
+    """What each half of this layer is multiplied by before it is added."""
+    attention = None if spec.attention is None else find(layer, spec.attention.path)
+    return float(field_of(getattr(attention, "config", None), spec.residual_multiplier, 1.0))
+
+
 def _has(layer: nn.Module, paths: tuple[str, ...]) -> bool:
     return all(find(layer, path) is not None for path in paths)
 
@@ -60,12 +68,14 @@ class OwnMLP:
         mlp: names of the layer's modules with parameters that are neither norms nor attention: one, where
             this can stand for the layer's own forward.
         after: the norm of its output, or None.
+        factor: that its output is multiplied by before it is added.
     """
 
     layer: nn.Module
     before: str | None
     mlp: tuple[str, ...]
     after: str | None
+    factor: float = 1.0
 
     @classmethod
     def of(cls, layer: nn.Module, spec: ModelSpec) -> OwnMLP:
@@ -78,7 +88,7 @@ class OwnMLP:
             for name, module in layer.named_children()
             if name not in others and next(module.parameters(), None) is not None
         )
-        return cls(layer, spec.norm.before_mlp, names, spec.norm.after_mlp)
+        return cls(layer, spec.norm.before_mlp, names, spec.norm.after_mlp, residual_factor(layer, spec))
 
     @property
     def why_not(self) -> str | None:
@@ -127,7 +137,9 @@ class OwnMLP:
         modules: Any = self.layer._modules
         z = modules[self.mlp[0]](self.layer.get_submodule(str(self.before))(y))
         z = z[0] if isinstance(z, tuple) else z  # with the routers' logits, in transformers 4's way
-        return z if self.after is None else self.layer.get_submodule(self.after)(z)  # type: ignore[no-any-return]
+        z = z if self.after is None else self.layer.get_submodule(self.after)(z)
+        result: Tensor = z if self.factor == 1.0 else z * self.factor
+        return result
 
 
 @contextlib.contextmanager
@@ -144,4 +156,4 @@ def on_host(stash: Any) -> Iterator[None]:
         yield
 
 
-__all__ = ["OwnMLP", "spec_of_layer"]
+__all__ = ["OwnMLP", "residual_factor", "spec_of_layer"]

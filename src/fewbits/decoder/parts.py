@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
@@ -16,8 +15,9 @@ from fewbits.decoder.both_halves import Norm
 from fewbits.decoder.guard import Guard, refuse_hooks
 from fewbits.decoder.keep import Keep
 from fewbits.decoder.limits import why_not_attention, why_not_by_spec
+from fewbits.decoder.masked_attention import masked_attention
 from fewbits.decoder.mlp_half import MLPHalf, fused_mlp
-from fewbits.decoder.own_mlp import OwnMLP
+from fewbits.decoder.own_mlp import OwnMLP, residual_factor
 from fewbits.decoder.products import (
     CachedValues,
     DenseProjection,
@@ -111,6 +111,9 @@ class LayerParts:
         dtype = _products_dtype(x)
         group = vars(self.layer).get("tensor_group")
         ranks = 1 if group is None else group.size  # each has its own heads
+        norms_rows = self.spec.norm.query is not None and self.spec.norm.query_key_over == "row"
+        if norms_rows and ranks > 1:
+            raise NotFused("its norms of queries and keys go over the heads of several ranks")
         keys = config.num_key_value_heads // ranks
         layout = QKVLayout(x.shape[0], keys * module.num_key_value_groups, keys, module.head_dim)
         return AttentionHalf(
@@ -120,6 +123,8 @@ class LayerParts:
             layout=layout,
             rotary=rotary,
             attend=filling(self._attend(x, module, mask, kwargs), kwargs.get("past_key_values"), module),
+            norms_rows=norms_rows,
+            factor=residual_factor(self.layer, self.spec),
             q_norm=self._optional(self.spec.norm.query),
             k_norm=self._optional(self.spec.norm.key),
             post_norm=self._optional(self.spec.norm.after_attention),
@@ -169,7 +174,7 @@ class LayerParts:
         if not isinstance(mask, Tensor) or mask.dim() != 4:
             raise NotFused("the call has an attention mask that no fused attention takes")
         eager = str(module.config._attn_implementation).endswith("eager")
-        return partial(_masked_attention, mask=mask, scale=facts.scale, soft_cap=soft_cap, eager=eager)
+        return partial(masked_attention, mask=mask, scale=facts.scale, soft_cap=soft_cap, eager=eager)
 
     @property
     def norm_paths(self) -> tuple[str, ...]:
@@ -243,6 +248,10 @@ class LayerParts:
 
     def why_never(self) -> str | None:
         """Why no call can be fused, whatever its adapters; None if one may be."""
+        if residual_factor(self.layer, self.spec) != 1.0:
+            output: Any = self.layer.get_submodule(self._facts().output)
+            if getattr(output, "base_layer", output).bias is not None:
+                return "its attention's output is multiplied before it is added, and has a bias"
         for paths in self.spec.products:
             modules = [self.layer.get_submodule(path) for path in paths]
             bases: list[Any] = [getattr(m, "base_layer", m) for m in modules]
@@ -427,38 +436,6 @@ def _products_dtype(x: Tensor) -> torch.dtype:
     if x.dtype != torch.float32:
         raise NotFused(f"autocast is on and the hidden states are {x.dtype}")
     return torch.get_autocast_dtype(kind)
-
-
-def _masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, soft_cap: float | None, eager: bool
-) -> Tensor:
-    """Attention under a mask that the model made: it holds the causal order and the window already.
-
-    A mask that is added holds the lowest number of its dtype where a token may not look, and a token of the
-    padding may look nowhere. In "eager" its scores vanish beside that number and it sees all tokens alike,
-    which this computes as it stands. Kernels of `scaled_dot_product_attention` keep a logarithm for the
-    backward pass that vanishes beside it as well, and gradients explode: they get such a row from zero on.
-    """
-    added = mask.dtype != torch.bool
-    if not soft_cap and not (eager and added):
-        mask = _from_zero(mask, q.dtype) if added else mask
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        return o.transpose(1, 2)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    scores = (q @ k.transpose(2, 3)).float() * scale
-    if soft_cap:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores + mask.float() if added else scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1).to(q.dtype) @ v).transpose(1, 2)
-
-
-def _from_zero(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """An added mask in ``dtype``, finite where it was; rows without a place to look begin at zero."""
-    lowest = torch.finfo(dtype).min
-    top = mask.amax(-1, keepdim=True)
-    mask = torch.where((top < 0) & top.isfinite(), mask - top, mask)
-    return torch.where(mask.isfinite(), mask.clamp(min=lowest), mask).to(dtype)
 
 
 def _refuse_sides(paths: tuple[str, ...], N: int, K: int) -> None:

@@ -112,12 +112,24 @@ GLM4_MOE = ModelSpec(  # GLM-4.5 and 4.6
 OLMOE = ModelSpec(
     model_type="olmoe",
     norm=replace(_HEAD_NORMS, query_key_over="row"),
+    attention=Attention(clip="clip_qkv"),
     mlp=None,
     experts=Experts(width="intermediate_size"),
 )
+GRANITEMOE = replace(  # Granite 3's mixtures
+    GRANITE,
+    model_type="granitemoe",
+    mlp=None,
+    experts=Experts(
+        path="block_sparse_moe.experts",
+        router="block_sparse_moe.router",
+        count="num_local_experts",
+        width="intermediate_size",
+        are_linears=False,
+    ),
+)
 
 _PARALLEL_EXPERTS = {
-    "granitemoe",
     "granitemoeshared",
     "granitemoehybrid",
 }  # one parameter in transformers 4, too
@@ -128,7 +140,7 @@ def experts_at(path: str, model_type: str) -> Experts:
     return Experts(path=path, are_linears=model_type not in _PARALLEL_EXPERTS)
 
 
-_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE)
+_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE, GRANITEMOE)
 _DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA3, PHI3)
 _UNFUSED = (GRANITE, OLMO2, SMOLLM3, COHERE, COHERE2)
 SPECS: dict[str, ModelSpec] = {spec.model_type: spec for spec in (*_DENSE, *_UNFUSED, *_EXPERTS)}

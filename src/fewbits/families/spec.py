@@ -81,6 +81,8 @@ class Attention:
         rotary: which channels of a head are turned together: the two "halves", neighbours ("pairs"), or
             none, where positions come in otherwise.
         rotary_layers: the config's field that says for each layer whether it turns at all; None: all do.
+        clip: the config's field of the largest magnitude that queries, keys and values are cut to; None: they
+            are not cut in any model.
         extras: what attention has beyond this, in words for messages ("sinks", "an output gate"); attention
             is then transformers' own.
     """
@@ -94,6 +96,7 @@ class Attention:
     multiplier_power: float = 1.0
     rotary: Literal["halves", "pairs", "none"] = "halves"
     rotary_layers: str | None = None
+    clip: str | None = None
     extras: tuple[str, ...] = ()
 
     @property
