@@ -93,6 +93,8 @@ def _built_differently(spec: ModelSpec, config: Any) -> str | None:
         return "one linear holds several"
     if spec.norm.layout != "pre":
         return "norms stand behind attention and MLP as well"
+    if spec.norm.query is not None and spec.norm.query_key_over == "row":
+        return "norms of queries and keys go over all heads at once"
     if field_of(config, spec.attention.soft_cap) is not None:
         return "scores are capped"
     rotary = field_of(config, spec.attention.rotary_layers)
