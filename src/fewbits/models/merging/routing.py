@@ -40,9 +40,9 @@ class Routing:
             own router gives it, (T, E) float32 on the CPU; 0 where an expert was not chosen.
         """
         own: list[Tensor] = []
-        taken: list[tuple[Tensor, Tensor]] = []
+        calls: list[tuple[Tensor, Tensor]] = []
         hooks = [
-            module.register_forward_pre_hook(self._hook(own, taken, _experts_in(module)), with_kwargs=True)
+            module.register_forward_pre_hook(self._hook(own, calls, _experts_in(module)), with_kwargs=True)
             for module in model.modules()
             if weights_of(module)
         ]
@@ -52,18 +52,18 @@ class Routing:
             for hook in hooks:
                 hook.remove()
         if self.expected is None:
-            self.expected, self._first = own, taken
+            self.expected, self._first = own, calls
 
-    def _hook(self, own: list[Tensor], taken: list[tuple[Tensor, Tensor]], count: int) -> Any:
+    def _hook(self, own: list[Tensor], calls: list[tuple[Tensor, Tensor]], count: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rows, index, weights, *others = *args, *kwargs.values()
             own.append(_dense(index, weights, count))
-            taken.append((index, weights))
+            calls.append((index, weights))
             if self.expected is None:
                 return None
             index, weights = self._first[len(own) - 1]
-            given = [rows, index.to(rows.device), weights.to(rows.device, taken[-1][1].dtype), *others]
-            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+            arguments = [rows, index.to(rows.device), weights.to(rows.device, calls[-1][1].dtype), *others]
+            return tuple(arguments[: len(args)]), dict(zip(kwargs, arguments[len(args) :], strict=True))
 
         return hook
 
