@@ -13,8 +13,9 @@ from torch import Tensor
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, soft_cap: float | None, eager: bool
 ) -> Tensor:
-    """Attention (B, S, heads, D) under a mask that the model made, (B or 1, 1, S, S): it holds the causal order and the window already.
+    """Attention (B, S, heads, D) under a mask that the model made, (B or 1, 1, S, S).
 
+    It holds the causal order and the window already.
     A mask that is added holds the lowest number of its dtype where a token may not look, and a token of the
     padding may look nowhere. In "eager" its scores vanish beside that number and it sees all tokens alike,
     which this computes as it stands. Kernels of `scaled_dot_product_attention` keep a logarithm for the
