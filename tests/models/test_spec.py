@@ -72,7 +72,7 @@ def test_a_spec_names_what_experts_there_are(family: str) -> None:
         experts, rows, hidden = getattr(module, spec.experts.parameters[0]).shape
         assert experts == getattr(config, spec.experts.count) and hidden == config.hidden_size
         assert rows == 2 * getattr(config, spec.experts.width)
-        assert find(model, name.rpartition(".")[0] + spec.experts.router.removeprefix("mlp")) is not None
+        assert find(model, name.removesuffix(spec.experts.path) + spec.experts.router) is not None
     linears = {
         path
         for layer in layer_names(model, spec)
