@@ -33,7 +33,7 @@ from tests.models.unwritten import UNFUSED, UNWRITTEN, save_unwritten, unwritten
 PACK = Recipe(name="pack", linear=Rule(weight=NF4))
 WHY_UNFUSED = {
     "granite": "each half is multiplied by residual_multiplier (0.22) before it is added",
-    "olmo2": "its norms stand behind attention and MLP",
+    "olmo2": "its norms of queries and keys go over all heads at once",
     "smollm3": "its queries and keys are not turned by their positions",
     "cohere": "its norms are LayerNorms",
     "cohere2": "its norms are LayerNorms",

@@ -32,6 +32,9 @@ def why_not_by_spec(spec: ModelSpec, config: Any, index: int | None = None) -> s
         return "its spec does not say what its attention or its MLP computes"
     if not spec.mlp.is_gated:
         return "its MLP has no gate"
+    if spec.norm.query is not None and spec.norm.query_key_over == "row":
+        # Decoding's kernels, which ask here as well, do not compute them; no dense family would be fused by it.
+        return "its norms of queries and keys go over all heads at once"
     return why_not_attention(spec, config, index)
 
 

@@ -91,8 +91,8 @@ def _built_differently(spec: ModelSpec, config: Any) -> str | None:
     assert spec.attention is not None and spec.mlp is not None  # `why_not_by_spec` has refused the others
     if len(spec.attention.inputs) != 3 or len(spec.mlp.inputs) != 2:
         return "one linear holds several"
-    if spec.norm.layout != "pre" or spec.norm.query_key_over == "row":
-        return "norms stand behind attention and MLP as well, or go over all heads at once"
+    if spec.norm.layout != "pre":
+        return "norms stand behind attention and MLP as well"
     if field_of(config, spec.attention.soft_cap) is not None:
         return "scores are capped"
     rotary = field_of(config, spec.attention.rotary_layers)
