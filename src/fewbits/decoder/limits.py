@@ -33,7 +33,7 @@ def why_not_by_spec(spec: ModelSpec, config: Any, index: int | None = None) -> s
     if not spec.mlp.is_gated:
         return "its MLP has no gate"
     if spec.norm.query is not None and spec.norm.query_key_over == "row":
-        # Decoding's kernels, which ask here as well, do not compute them; no dense family would be fused by it.
+        # Decoding asks here as well, and its kernels do not compute them.
         return "its norms of queries and keys go over all heads at once"
     return why_not_attention(spec, config, index)
 
