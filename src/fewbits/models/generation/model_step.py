@@ -4,7 +4,8 @@ A small model's forward for one token is some hundred launches, and the host giv
 GPU runs them. Here everything that changes from token to token (the tokens, their positions, keys and values,
 masks) lies in tensors that stay where they are (fixed_cache.py), so that the step is recorded once for each
 number of texts and replayed at every position. What the modules compute is theirs: sandwich norms, soft caps,
-windows, experts, adapters. It stands in `DecodeStep`'s place, behind the same loop.
+windows, experts, adapters; only packed linears go through decoding's kernels (module_products.py). It stands
+in `DecodeStep`'s place, behind the same loop.
 
 Nothing is taken on trust. `why_no_model_step` says what is known not to work; `HostReads` finds what waits
 for the device or depends on its values, and such a step is not recorded; and two tokens through both ways are
@@ -30,6 +31,7 @@ from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.fixed_cache import fixed_cache, fixed_layers, masks
 from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import is_spread
+from fewbits.models.generation.module_products import ModuleProducts
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.step import rope_kind
 from fewbits.nn.experts import QuantizedExperts
@@ -169,6 +171,7 @@ class ModelStep:
         # Losses of routers are of the masks that training has.
         has_losses = getattr(model.config, "output_router_logits", None) is not None
         self._words = {"output_router_logits": False} if has_losses else {}
+        self._products = ModuleProducts(model, self.device)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
@@ -217,7 +220,7 @@ class ModelStep:
             layer.places = places
         kinds = sorted(self._kinds)
         dtype = self._layers[0].keys.dtype
-        with products_in_16_bits(self.model):
+        with products_in_16_bits(self.model), self._products.in_place():
             out = self.model(
                 input_ids=self.tokens[:, None],
                 position_ids=(position - first)[:, None],
@@ -249,6 +252,7 @@ class ModelStep:
         if self.batch in self.graphs:
             return
         try:
+            self.run()  # products by kernels are prepared, which reads scales
             with no_waits(self.device):
                 self.run()
             if self.device.type == "cuda":
