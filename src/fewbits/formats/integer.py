@@ -32,7 +32,7 @@ from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Coding, Contract
-from fewbits.formats.rounding import round_to_integer
+from fewbits.formats.rounding import first_of_largest, round_to_integer
 from fewbits.formats.scale_search import SHRINK, Grid, ScaleSearch, shrunk
 from fewbits.formats.tables import lookup_nibbles
 
@@ -141,7 +141,9 @@ class WholeNumbers(BlockFormat):
         """See `Format.scale_search`."""
         if self.block[0] != 1:
             return None
-        numbers = torch.arange(-self.max_code - self.zero_point, self.max_code + 1, device=weight.device)
+        # Without zero points `quantize` leaves the lowest code unused; a choice by its losses may take it.
+        lowest = -self.max_code - (self.zero_point or self.bits < 8)
+        numbers = torch.arange(lowest, self.max_code + 1, device=weight.device)
         return _Search(self, numbers.float(), numbers.to(torch.int8).view(torch.uint8))
 
     def _scales(self, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -163,12 +165,14 @@ class _Search(ScaleSearch):
 
     def __init__(self, format: WholeNumbers, values: Tensor, codes: Tensor) -> None:
         super().__init__(values, codes)
-        self.format = format
+        self.format, self.has_zeros = format, format.zero_point
 
     def candidates(self, block: Tensor) -> Iterator[Grid]:
         """See `ScaleSearch.candidates`."""
         if not self.format.zero_point:
             yield from shrunk(block, self.values, self.codes, SMALLEST_SCALE)
+            if self.format.bits < 8:
+                yield from self._to_lowest(block)
             return
         low, high = block.amin(-1, keepdim=True).clamp(max=0), block.amax(-1, keepdim=True).clamp(min=0)
         most = 2 * self.format.max_code + 1
@@ -176,6 +180,17 @@ class _Search(ScaleSearch):
             scale = ((high - low) * part / most).clamp_min(SMALLEST_SCALE)
             zero = (-(low * part / scale).round()).clamp(0, most) - (self.format.max_code + 1)
             yield Grid(self.values, self.codes, scale, zero, scale)
+
+    def _to_lowest(self, block: Tensor) -> Iterator[Grid]:
+        """Scales, negative ones too, under which the value that lies farthest out is the lowest code.
+
+        A code more on the other side makes steps finer: by an eighth in 4 bits, by half in 2.
+        """
+        farthest = block.gather(-1, first_of_largest(block.abs()))
+        for part in SHRINK:
+            scale = farthest * part / self.values[0]
+            scale = torch.where(scale.abs() < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+            yield Grid(self.values, self.codes, scale, torch.zeros_like(scale), scale)
 
     def parts(self, codes: Tensor, grids: Sequence[Grid]) -> dict[str, Tensor]:
         """See `ScaleSearch.parts`."""

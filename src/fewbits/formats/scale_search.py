@@ -53,10 +53,12 @@ class ScaleSearch(ABC):
     Attributes:
         continuous: whether any positive float32 can be a scale, and is stored as it is.
         size: columns under one `Grid`; None: those of the format's block.
+        has_zeros: whether every whole number among the values can be a zero, and is stored as it is.
     """
 
     continuous: ClassVar[bool] = False
     size: int | None = None
+    has_zeros: bool = False
 
     def __init__(self, values: Tensor, codes: Tensor) -> None:
         self.values, self.codes = values, codes

@@ -38,6 +38,8 @@ def test_a_trained_weight_is_packed_as_it_was_trained(name: str) -> None:
         soft.offset.copy_(0.6 * random(24, 64, seed=1))
         if soft.factor.requires_grad:
             soft.factor.copy_(0.1 * random(*soft.factor.shape, seed=2))
+        if soft.shift.requires_grad:
+            soft.shift.copy_(2.0 * random(*soft.shift.shape, seed=3))
     packed = grids.finish(soft.finished(), torch.float32)
     decoded = soft.decoded().detach()
     torch.testing.assert_close(packed.dequantize(torch.float32), decoded, rtol=1e-5, atol=1e-6)
@@ -46,7 +48,7 @@ def test_a_trained_weight_is_packed_as_it_was_trained(name: str) -> None:
 
 
 def test_offsets_and_factors_have_the_gradients_of_their_definition() -> None:
-    """Straight through the rounding inside the range, the range's ends outside of it."""
+    """Straight through the rounding up to half a step beyond the ends, the ends themselves farther out."""
     weight = torch.tensor([[0.9, -0.2, 3.4, -9.0] * 8], dtype=torch.float32)
     grids = Grids(FORMATS["int4_g32"], weight)
     choice = choose_nearest(weight, grids, None, search=False)
@@ -57,12 +59,23 @@ def test_offsets_and_factors_have_the_gradients_of_their_definition() -> None:
     by_offset, by_factor = torch.autograd.grad(soft.decoded().sum(), [soft.offset, soft.factor])
     outside = torch.zeros(32, dtype=torch.bool)
     outside[2] = True
-    outside[3::4] = True  # at the smallest code exactly
     torch.testing.assert_close(by_offset[0], torch.where(outside, 0.0, scale))
     exact = (weight[0] + soft.offset[0] * scale).detach() / scale
-    code = exact.clamp(-7, 7).round()
+    code = exact.clamp(-8, 7).round()
     want = torch.where(outside, code, code - exact).sum() * scale
     torch.testing.assert_close(by_factor[0, 0], want, rtol=1e-4, atol=1e-4)
+
+
+def test_zero_points_have_the_gradient_of_the_values_that_are_cut() -> None:
+    """Values inside do not move with it: it stands on both sides of the rounding. Those at an end do."""
+    weight = random(1, 32)
+    grids = Grids(FORMATS["int3_g32_zp"], weight)
+    soft = SoftWeight(grids, choose_nearest(weight, grids, None, search=False))
+    scale = float(soft.scale[0, 0])
+    with torch.no_grad():
+        soft.offset[0, :5] = 30.0  # far beyond the largest code
+    (by_shift,) = torch.autograd.grad(soft.decoded().sum(), [soft.shift])
+    torch.testing.assert_close(by_shift[0, 0], torch.tensor(-5 * scale, dtype=torch.float32))
 
 
 def layer_of_a_model() -> tuple[torch.nn.Module, dict[str, Format], Flow]:

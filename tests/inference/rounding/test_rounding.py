@@ -19,6 +19,8 @@ from fewbits.inference.rounding.activations import LayerMoments, first_inputs, m
 from fewbits.inference.rounding.awq import fold_scales, folds_of
 from fewbits.inference.rounding.gptq import choose_by_gptq, choose_nearest, gptq, loss_of, nearest
 from fewbits.inference.rounding.grids import Grids
+from fewbits.nn.linear import QuantizedLinear
+from fewbits.recipes import Rule
 from tests.models.tiny import tiny
 
 NAMES = ("int4_g32", "int3_g64_zp", "int2_zp", "int8", "mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "nf4", "fp4")
@@ -77,6 +79,23 @@ def test_blocks_of_zeros_and_of_one_sign_decode_to_what_was_chosen(name: str) ->
         values = [(g.values[codes.int()] - g.zero) * g.scale for g, codes in blocks]
         torch.testing.assert_close(packed.dequantize(), torch.cat(values, 1), rtol=1e-5, atol=1e-5)
         assert bool((packed.dequantize()[0] == 0).all())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_symmetric_codes_use_the_lowest_one_too(bits: int) -> None:
+    """Scales of either sign; the packed layer multiplies by what was chosen."""
+    weight, hessian = problem()
+    format = FORMATS[f"int{bits}_g64"]
+    packed = nearest(weight, format, hessian)
+    codes = packed.format.from_bytes(packed.codes, tuple(weight.shape))  # type: ignore[attr-defined]
+    assert int(codes.min()) == -(2 ** (bits - 1)) and bool((packed.scales < 0).any())
+    plain = loss_of(weight, format.quantize(weight), hessian)
+    assert loss_of(weight, packed, hessian) < (0.97, 0.85, 0.75)[4 - bits] * plain
+    linear = torch.nn.Linear(256, 48, bias=False, device="meta", dtype=torch.float32)
+    layer = QuantizedLinear.from_linear(linear, Rule(weight=format))
+    layer.load_packed(packed)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    torch.testing.assert_close(layer(x), x @ packed.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_that_are_always_zero_cost_nothing() -> None:

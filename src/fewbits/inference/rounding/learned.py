@@ -25,6 +25,7 @@ from fewbits.inference.rounding.grids import Choice, Grid, Grids
 
 _BATCH = 8  # windows of a step
 _SCALE_RATE = 0.1  # the factors' part of the offsets' step
+_ZERO_RATE = 2.0  # likewise, of the zero points
 
 
 class SoftWeight:
@@ -42,31 +43,45 @@ class SoftWeight:
         self.choice, self.wanted = choice, choice.wanted
         self.offset = torch.zeros_like(choice.wanted, requires_grad=True)
         self.factor = torch.zeros_like(self.scale, requires_grad=grids.search.continuous)
+        self.shift = torch.zeros_like(self.zero, requires_grad=grids.search.has_zeros)
         self.spacing = float(self.values.diff().mean())
+        steps = self.values.diff()
+        self.ends = (float(self.values[0] - steps[0] / 2), float(self.values[-1] + steps[-1] / 2))
 
     def parameters(self) -> list[tuple[Tensor, float]]:
         """What is trained, (N, K) and (N, blocks), each with its part of the step."""
-        trained = [(self.offset, 1.0)]
-        return [*trained, (self.factor, _SCALE_RATE)] if self.factor.requires_grad else trained
+        every = ((self.offset, 1.0), (self.factor, _SCALE_RATE), (self.shift, _ZERO_RATE))
+        return [pair for pair in every if pair[0].requires_grad]
 
     def _whole(self, of_blocks: Tensor) -> Tensor:
         return of_blocks.repeat_interleave(self.grids.size, 1)
 
+    def _zeros(self) -> Tensor:
+        """The zero points (N, blocks), whole numbers where they are trained."""
+        if not self.shift.requires_grad:
+            return self.zero
+        exact = self.zero + self.shift
+        whole = exact.detach().round().clamp(float(self.values[0]), float(self.values[-1]))
+        return exact + (whole - exact.detach())
+
     def decoded(self) -> Tensor:
-        """The rounded weight (N, K) float32, through which gradients reach offsets and factors."""
-        scale = self._whole(self.scale * self.factor.exp())
+        """The rounded weight (N, K) float32, through which gradients reach offsets, factors and zeros.
+
+        What lies less than half a step beyond the first and the last value can still come back to another.
+        """
+        scale, zero = self._whole(self.scale * self.factor.exp()), self._whole(self._zeros())
         step = self._whole(self.scale) * self.spacing
-        exact = (self.wanted + self.offset * step) / scale + self._whole(self.zero)
+        exact = (self.wanted + self.offset * step) / scale + zero
         middle = (self.values[1:] + self.values[:-1]) / 2
         rounded = self.values[torch.bucketize(exact.detach().contiguous(), middle)]
-        inside = (exact > self.values[0]) & (exact < self.values[-1])
+        inside = (exact > self.ends[0]) & (exact < self.ends[1])
         through = torch.where(inside, exact + (rounded - exact).detach(), rounded)
-        return (through - self._whole(self.zero)) * scale
+        return (through - zero) * scale
 
     @torch.no_grad()
     def finished(self) -> Choice:
         """The codes and scales as they are now."""
-        scale = self.scale * self.factor.exp()
+        scale, zeros = self.scale * self.factor.exp(), self._zeros()
         step = self._whole(self.scale) * self.spacing
         moved = self.wanted + self.offset * step
         codes, chosen = torch.empty_like(self.choice.codes), []
@@ -74,7 +89,7 @@ class SoftWeight:
             at = slice(number * self.grids.size, (number + 1) * self.grids.size)
             of_block = scale[:, number : number + 1]
             stored = of_block if self.grids.search.continuous else grid.stored
-            grid = Grid(grid.values, grid.codes, of_block, grid.zero, stored)
+            grid = Grid(grid.values, grid.codes, of_block, zeros[:, number : number + 1], stored)
             codes[:, at] = grid.round(moved[:, at])[0]
             chosen.append(grid)
         return Choice(codes=codes, grids=chosen, wanted=moved)
