@@ -47,7 +47,8 @@ class Codes:
 
     def fits(self, dtype: torch.dtype) -> bool:
         """True if the scales keep their values in ``dtype`` but for its rounding."""
-        return bool(((self.scales.to(dtype).float() - self.scales).abs() <= self.scales * 2.0**-8).all())
+        moved = (self.scales.to(dtype).float() - self.scales).abs()
+        return bool((moved <= self.scales.abs() * 2.0**-8).all())
 
     def decoded(self, scales: Tensor | None = None) -> Tensor:
         """(N, K) float32, under other scales (N, K / group) if they are given."""

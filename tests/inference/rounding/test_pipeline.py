@@ -359,3 +359,24 @@ def test_a_gguf_mix_is_calibrated_and_leaves_as_it_is(
     capsys.readouterr()
     assert main([*words[:2], str(tmp_path / "o"), "--format", "gguf:q9"]) == 1
     assert "there is no GGUF method 'q9'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["gptq", "awq", "compressed_tensors:w4a16", "torchao:int4_g32"])
+def test_calibrated_codes_leave_as_they_are(tmp_path: Path, target: str) -> None:
+    """Symmetric ones too, whose scales may be negative: an export moves scales by a rounding, and no code."""
+    save_tiny(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    calibrate_checkpoint(tmp_path / "base", tmp_path / "out", "int4_g32", rows(tmp_path), windows=(4, 64))
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "other"), "--to", target]) == 0
+    before, after = (
+        FastLanguageModel.from_pretrained(tmp_path / f, dtype=torch.float32)[0] for f in ("out", "other")
+    )
+    count = 0
+    for name, module in before.named_modules():
+        if isinstance(module, QuantizedLinear):
+            wanted = module.packed.dequantize(torch.float32)
+            found = after.get_submodule(name).packed.dequantize(torch.float32)
+            assert bool((module.packed.scales < 0).any())
+            torch.testing.assert_close(found, wanted, rtol=2.0**-8, atol=1e-6)
+            count += 1
+    assert count == 14
