@@ -133,6 +133,25 @@ def test_the_aim_is_the_best_weight_for_the_rounded_models_inputs() -> None:
 
 
 @torch.no_grad()
+def test_moments_are_those_of_each_linears_own_inputs() -> None:
+    """Also where several read one tensor, which is multiplied by itself once."""
+    layer, formats, flow = layer_of_a_model()
+    moments = moments_of(layer, list(formats), flow.hidden, flow.words, flow.plain)
+    seen: dict[str, list[Tensor]] = {name: [] for name in formats}
+    for name in formats:
+        keep = lambda module, args, name=name: seen[name].append(args[0][0].clone())  # noqa: E731
+        layer.get_submodule(name).register_forward_pre_hook(keep)
+    for x in (*flow.hidden, *flow.plain):
+        output_of(layer, x, flow.words)
+    for name, inputs in seen.items():
+        x, y = (torch.cat(part) for part in (inputs[:6], inputs[6:]))
+        torch.testing.assert_close(moments.second[name], x.t() @ x / len(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(moments.cross[name], y.t() @ x / len(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(moments.magnitude[name], x.abs().mean(0))
+        assert torch.equal(moments.largest[name], x.abs().amax(0))
+
+
+@torch.no_grad()
 def test_smoothing_gives_inputs_and_columns_one_range_and_changes_no_output() -> None:
     layer, formats, flow = layer_of_a_model()
     layer.input_layernorm.weight[5] *= 40  # type: ignore[index, operator]

@@ -112,11 +112,16 @@ def moments_of(
         plain: its inputs in the plain model at the same tokens, for `LayerMoments.cross`.
     """
     inputs: dict[str, Tensor] = {}
+    readers: dict[str, Tensor] = {}  # what each linear was given: q, k and v one tensor, gate and up another
     hooks = []
     for leaf in linears:
 
         def remember(module: nn.Module, args: tuple[Tensor, ...], leaf: str = leaf) -> None:
-            inputs[leaf] = args[0].detach().reshape(-1, args[0].shape[-1]).float()
+            first = next((n for n, x in readers.items() if x is args[0] and n != leaf), None)
+            readers[leaf] = args[0]
+            of_first = None if first is None else inputs.get(first)
+            x = args[0].detach().reshape(-1, args[0].shape[-1]).float() if of_first is None else of_first
+            inputs[leaf] = x
 
         hooks.append(layer.get_submodule(leaf).register_forward_pre_hook(remember))
     moments = LayerMoments(second={}, cross={}, magnitude={}, largest={})
@@ -127,13 +132,18 @@ def moments_of(
             output_of(layer, plain[number], words)
             inputs_of_plain = dict(inputs)
         output_of(layer, h, words)
+        sums: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}  # of each input once
         for leaf, x in inputs.items():
-            _add(moments.second, leaf, x.t() @ x / rows)
-            _add(moments.magnitude, leaf, x.abs().sum(0) / rows)
-            largest = x.abs().amax(0)
+            if id(x) not in sums:
+                y = inputs_of_plain.get(leaf)
+                cross = None if y is None else y.t() @ x / rows
+                sums[id(x)] = x.t() @ x / rows, x.abs().sum(0) / rows, x.abs().amax(0), cross
+            second, magnitude, largest, cross = sums[id(x)]
+            _add(moments.second, leaf, second)
+            _add(moments.magnitude, leaf, magnitude)
             moments.largest[leaf] = torch.maximum(moments.largest.get(leaf, largest), largest)
-            if leaf in inputs_of_plain:
-                _add(moments.cross, leaf, inputs_of_plain[leaf].t() @ x / rows)
+            if cross is not None:
+                _add(moments.cross, leaf, cross)
     for hook in hooks:
         hook.remove()
     return moments
