@@ -11,6 +11,7 @@ from fewbits.kernels.product.pair_inputs import (
     PairInputs,
     columns_at_once,
     launch,
+    pair_inner,
     pair_inputs,
     pair_inputs_ref,
 )
@@ -25,7 +26,8 @@ def problem(sizes: tuple[int, ...], r: int, K: int, dtype: torch.dtype, device: 
     wide[:, K:] = torch.nan
     a = torch.randn(len(sizes), r, K, generator=generator, dtype=torch.float32).to(device)
     rows = torch.randint(0, P, (P,), generator=generator).to(device)
-    return PairInputs(wide[:, :K], a, torch.tensor(sizes, device=device).cumsum(0).int(), rows, 0.5, room)
+    ends = torch.tensor(sizes, device=device).cumsum(0).int()
+    return PairInputs(wide[:, :K], a, ends, rows, 0.5, room, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter's products
@@ -50,6 +52,10 @@ def test_kernel_equals_the_definition(
             assert not wide[:, K + r :].any()
             eps = torch.finfo(dtype).eps
             torch.testing.assert_close(inner, need_inner, rtol=4 * eps, atol=max(8 * eps, 1e-5))
+            alone = one._replace(alone=True, room=0)
+            again = torch.empty_like(inner)
+            launch(alone, inner.new_empty(len(inner), 0), again)
+            assert torch.equal(again, inner)
 
 
 def test_one_product_with_both_matrices_side_by_side() -> None:
@@ -70,12 +76,22 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         given = {"x": pairs.x, "a": pairs.a, "ends": pairs.ends, "room": 8} | wrong
         with pytest.raises(BadInput, match="pair_inputs takes x"):
             pair_inputs(**given)
+    with pytest.raises(BadInput, match="pair_inner takes x"):
+        pair_inner(pairs.x, pairs.a[:1], pairs.ends)
+
+
+def test_inner_values_alone_are_those_beside_the_rows() -> None:
+    pairs = problem(SIZES["one has none"], 5, 16, torch.float32, "cpu", 8)
+    for rows in (None, pairs.rows):
+        _, inner = pair_inputs(pairs.x, pairs.a, pairs.ends, rows=rows, scaling=0.5, room=8)
+        assert torch.equal(pair_inner(pairs.x, pairs.a, pairs.ends, rows=rows, scaling=0.5), inner)
 
 
 def test_opcheck() -> None:
     pairs = problem((2, 0, 3), 4, 8, torch.float32, "cpu", 8)
     torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, tuple(pairs))
-    torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, (*pairs[:3], None, 1.0, 8))
+    torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, (*pairs[:3], None, 1.0, 8, False))
+    torch.library.opcheck(torch.ops.fewbits.pair_inputs.default, (*pairs[:4], 1.0, 0, True))
 
 
 @pytest.mark.slow

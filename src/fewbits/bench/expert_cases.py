@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, randn
+from fewbits.kernels.codec.quantize_float8 import codes_of, quantize_rows, scale_of_amax
+from fewbits.kernels.product.grouped_float8 import GroupedRows, grouped_float8, grouped_float8_ref
 from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
 from fewbits.kernels.product.pair_inputs import pair_inputs, pair_inputs_ref
 from fewbits.kernels.product.pair_outer import pair_outer, pair_outer_ref
@@ -43,6 +45,26 @@ def pair_inputs_cases(max_size: int) -> list[Case]:
     M, N = min(8192, max_size), min(2048, max_size)
     moved = 2 * _PAIRS * M * (2 * N + 2 * _RANK) + 4 * _EXPERTS * _RANK * N
     return [_case("pair_inputs", "", M, N, moved, _inputs_problem)]
+
+
+def grouped_float8_cases(max_size: int) -> list[Case]:
+    """The same tokens into gate and up of 768 values each, both operands in E4M3, without an adapter."""
+    M, N, K = min(8192, max_size), min(1536, max_size), min(2048, max_size)
+    pairs = _PAIRS * M
+    return [
+        Case(
+            op="grouped_float8",
+            part="forward",
+            format="float8_e4m3",
+            M=M,
+            N=N,
+            K=K,
+            bytes_moved=M * K + _EXPERTS * N * K + 2 * pairs * N,
+            flops=2 * pairs * N * K,
+            tolerance=8e-3,
+            build=_grouped_problem,
+        )
+    ]
 
 
 def _case(op: str, part: str, M: int, N: int, moved: int, build: Build) -> Case:
@@ -139,4 +161,32 @@ def _outer_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
-MAKERS = (pair_sums_cases, pair_gradients_cases, pair_outer_cases, pair_inputs_cases)
+def _grouped_problem(case: Case, device: torch.device) -> Problem:
+    q, scale = quantize_rows(randn(device, torch.bfloat16, case.M, case.K))
+    w = randn(device, torch.bfloat16, _EXPERTS, case.N, case.K)
+    w_scale = scale_of_amax(w.abs().amax().float()).view(1, 1)
+    w8 = codes_of(w, w_scale)
+    w = (w8.float() * w_scale).bfloat16()
+    rows, ends = _routed(case, device)
+
+    def ours() -> Sequence[Tensor]:
+        return (grouped_float8(q, scale, w8, w_scale, ends, rows=rows),)
+
+    def eager() -> Sequence[Tensor]:
+        x = (q.float() * scale).bfloat16()[rows]
+        return (F.grouped_mm(x, w.transpose(1, 2), offs=ends),)
+
+    def exact() -> Sequence[Tensor]:
+        o = GroupedRows(q, scale, w8, w_scale, ends, rows, None, None, torch.float32)
+        return (grouped_float8_ref(o),)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
+MAKERS = (
+    pair_sums_cases,
+    pair_gradients_cases,
+    pair_outer_cases,
+    pair_inputs_cases,
+    grouped_float8_cases,
+)

@@ -269,7 +269,7 @@ def float8_weight(
         Unsupported: the GPU has no 8-bit floating point.
     """
     device = weight.codes.device if isinstance(weight, Packed) else weight.device
-    _require(device)
+    require_float8(device)
     if isinstance(weight, Packed):
         return dequantize(weight, E4M3, out=out, transposed=transposed, inverse_scale=inverse_scale)
     N, K = weight.shape
@@ -296,7 +296,7 @@ def float8_weight_pair(weight: Tensor, *, inverse_scale: Tensor, out: Tensor, tr
         out: (N, K) float8_e4m3fn, its rows contiguous but perhaps apart.
         transposed: (K, N), likewise.
     """
-    _require(weight.device)
+    require_float8(weight.device)
     weight = weight.detach()
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     N, K = rows.shape
@@ -383,7 +383,7 @@ def _in_two_passes(
 
 
 def _check_product(q: Tensor, scale: Tensor, w8: Tensor, w_scale: Tensor) -> None:
-    _require(q.device)
+    require_float8(q.device)
     fits = q.dim() == 2 and w8.dim() == 2 and q.shape[1] == w8.shape[1] and q.dtype == w8.dtype == E4M3
     if not fits or scale.shape != (q.shape[0], 1) or w_scale.numel() not in (1, w8.shape[0]):
         raise BadInput(
@@ -400,7 +400,8 @@ def _check_product(q: Tensor, scale: Tensor, w8: Tensor, w_scale: Tensor) -> Non
 
 @lru_cache(maxsize=64)
 @constant_when_compiled
-def _require(device: torch.device) -> None:
+def require_float8(device: torch.device) -> None:
+    """Refuse a GPU without 8-bit floating point; a CPU runs the definition."""
     if device.type == "cuda":
         describe(device).require("float8", "a float8 product")
 

@@ -6,8 +6,8 @@ before ends[e]. For the pair p of expert e, whose row of x is i[p]:
     inner[p] = s * A[e] x[i[p]]                    A (E, r, K), x (M, K), i (P,), inner (P, r)
     wide[p]  = [ x[i[p]] | inner[p] | 0 ]          (P, K + room), room at least r
 
-so that one product with [ W | B ] side by side gives W x + s B A x (`fewbits.nn.expert_products`). Without i
-the pair's row of x is its own number.
+(or inner alone, where the product takes other rows than x), so that one product with [ W | B ] side by side
+gives W x + s B A x (`fewbits.nn.expert_products`). Without i the pair's row of x is its own number.
 
 A is taken in x's dtype, sums are float32 (float64 for float64), and inner is rounded once.
 
@@ -43,13 +43,20 @@ class PairInputs(NamedTuple):
     rows: Tensor | None  # (P,)
     scaling: float
     room: int
+    alone: bool  # wide is (P, 0)
 
 
 # 1. The definition.
 
 
 def pair_inputs_ref(
-    x: Tensor, a: Tensor, ends: Tensor, rows: Tensor | None = None, scaling: float = 1.0, room: int = 0
+    x: Tensor,
+    a: Tensor,
+    ends: Tensor,
+    rows: Tensor | None = None,
+    scaling: float = 1.0,
+    room: int = 0,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The formulas above; shapes as in `pair_inputs`."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -58,6 +65,8 @@ def pair_inputs_ref(
     for matrix, last in zip(a.to(x.dtype).to(wide), ends.tolist(), strict=True):
         inner[first:last] = (x[first:last].to(wide) @ matrix.t() * scaling).to(x.dtype)
         first = last
+    if alone:
+        return x.new_empty(len(x), 0), inner
     empty = x.new_zeros(len(x), room - a.shape[1])
     return torch.cat([x, inner, empty], 1), inner
 
@@ -68,7 +77,7 @@ def pair_inputs_ref(
 @jit
 def _pair_inputs_kernel(
     x_ptr, a_ptr, rows_ptr, ends_ptr, wide_ptr, inner_ptr, scaling, E, r, K, room, stride_x,
-    ROWS: tl.constexpr, EVEN_K: tl.constexpr,
+    ROWS: tl.constexpr, EVEN_K: tl.constexpr, ALONE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """A program has BLOCK_P pairs of one expert, or none: there are more programs than such tiles."""
@@ -96,14 +105,16 @@ def _pair_inputs_kernel(
         mask = mask_p[:, None] if EVEN_K else mask_p[:, None] & mask_k[None, :]
         mask_a = (offs_r < r)[None, :] if EVEN_K else (offs_r < r)[None, :] & mask_k[:, None]
         x = tl.load(x_ptrs + first, mask=mask, other=0.0)
-        tl.store(wide_ptrs + first, x, mask=mask)
+        if not ALONE:
+            tl.store(wide_ptrs + first, x, mask=mask)
         a = tl.load(a_ptrs + first, mask=mask_a, other=0.0).to(x.dtype)
         inner = tl.dot(x, a, inner, input_precision="ieee")
-    inner = (inner * scaling).to(wide_ptr.dtype.element_ty)  # zero behind column r
+    inner = (inner * scaling).to(inner_ptr.dtype.element_ty)  # zero behind column r
     to_inner = inner_ptr + pair[:, None] * r + offs_r[None, :]
     tl.store(to_inner, inner, mask=mask_p[:, None] & (offs_r < r)[None, :])
-    beside = wide_ptr + pair[:, None] * (K + room) + K + offs_r[None, :]
-    tl.store(beside, inner, mask=mask_p[:, None] & (offs_r < room)[None, :])
+    if not ALONE:
+        beside = wide_ptr + pair[:, None] * (K + room) + K + offs_r[None, :]
+        tl.store(beside, inner, mask=mask_p[:, None] & (offs_r < room)[None, :])
 
 
 def columns_at_once(block_r: int) -> int:
@@ -119,14 +130,15 @@ def launch(
 ) -> None:
     """`pair_inputs_ref` into wide (P, K + room) and inner (P, r), contiguous; x has contiguous columns."""
     (E, r, K), P = o.a.shape, len(inner)
-    block_r = max(16, next_power_of_2(o.room))
+    block_r = max(16, next_power_of_2(max(o.room, r)))
     block_k = min(block_k or columns_at_once(block_r), max(16, next_power_of_2(K)))
     rows = o.ends if o.rows is None else o.rows
-    with on_device_of(wide):
+    wide = inner if o.alone else wide
+    with on_device_of(inner):
         start_kernel(
             _pair_inputs_kernel, (cdiv(P, block_p) + E,), (o.x, o.a, rows, o.ends, wide, inner),
             float(o.scaling), E, r, K, o.room, o.x.stride(0),
-            ROWS=o.rows is not None, EVEN_K=K % block_k == 0,
+            ROWS=o.rows is not None, EVEN_K=K % block_k == 0, ALONE=o.alone,
             BLOCK_E=next_power_of_2(E), BLOCK_R=block_r, BLOCK_K=block_k, BLOCK_P=block_p,
             num_warps=4 if block_r <= 64 else 8, num_stages=3,
         )  # fmt: skip
@@ -135,12 +147,13 @@ def launch(
 _TYPES = {"x_ptr": "*bf16", "a_ptr": "*fp32", "rows_ptr": "*i64", "ends_ptr": "*i32", "wide_ptr": "*bf16"}
 _TYPES |= {"inner_ptr": "*bf16", "scaling": "fp32"}
 _TYPES |= dict.fromkeys(("E", "r", "K", "room", "stride_x"), "i32")
-_TYPES |= dict.fromkeys(("ROWS", "EVEN_K", "BLOCK_E", "BLOCK_R", "BLOCK_K", "BLOCK_P"), "constexpr")
+_TYPES |= dict.fromkeys(("ROWS", "EVEN_K", "ALONE", "BLOCK_E", "BLOCK_R", "BLOCK_K", "BLOCK_P"), "constexpr")
 _TILE = {"BLOCK_E": 128, "BLOCK_R": 32, "BLOCK_K": _BLOCK_K, "BLOCK_P": _BLOCK_P}
-_CONSTANTS = {"ROWS": True, "EVEN_K": True, **_TILE}
+_CONSTANTS = {"ROWS": True, "EVEN_K": True, "ALONE": False, **_TILE}
 _ALIGNED = (*(name for name in _TYPES if name.endswith("_ptr")), "E", "r", "K", "room", "stride_x")
 COMPILE_CASES = (
     CompileCase(_pair_inputs_kernel, _TYPES, _CONSTANTS, _ALIGNED),
+    CompileCase(_pair_inputs_kernel, {**_TYPES, "a_ptr": "*bf16"}, {**_CONSTANTS, "ALONE": True}, _ALIGNED),
     CompileCase(
         _pair_inputs_kernel,
         {**_TYPES, "a_ptr": "*bf16"},
@@ -176,14 +189,14 @@ def _pair_inputs(o: PairInputs) -> tuple[Tensor, Tensor]:
 
 def _empty(o: PairInputs) -> tuple[Tensor, Tensor]:
     P, r = len(o.x) if o.rows is None else len(o.rows), o.a.shape[1]
-    return o.x.new_empty(P, o.x.shape[1] + o.room), o.x.new_empty(P, r)
+    return o.x.new_empty(P, 0 if o.alone else o.x.shape[1] + o.room), o.x.new_empty(P, r)
 
 
 def _cuda(o: PairInputs) -> tuple[Tensor, Tensor]:
-    if o.x.dtype not in KERNEL_DTYPES or o.room > MAX_RANK:
+    if o.x.dtype not in KERNEL_DTYPES or max(o.room, o.a.shape[1]) > MAX_RANK:
         return pair_inputs_ref(*o)
     wide, inner = _empty(o)
-    if wide.numel():
+    if inner.numel():
         launch(o._replace(x=dense_rows(o.x), a=o.a.contiguous()), wide, inner)
     return wide, inner
 
@@ -225,4 +238,25 @@ def pair_inputs(
         raise BadInput(
             f"pair_inputs takes x (M, K), a (E, r, K), ends (E,), room >= r; these are {have}, {room}."
         )
-    return run(_pair_inputs, _cuda, x, PairInputs(x, a, ends, rows, scaling, room))
+    return run(_pair_inputs, _cuda, x, PairInputs(x, a, ends, rows, scaling, room, False))
+
+
+def pair_inner(
+    x: Tensor, a: Tensor, ends: Tensor, *, rows: Tensor | None = None, scaling: float = 1.0
+) -> Tensor:
+    """The inner values alone, (P, r) in x's dtype, contiguous; no gradient.
+
+    Args:
+        x: (P, K), or with ``rows`` (M, K), rows perhaps apart.
+        a: (E, r, K), any floating dtype.
+        ends: (E,) int32, where each expert's pairs end.
+        rows: (P,) int64, the row of x that belongs to each pair; None: its own number.
+        scaling: of the inner values.
+
+    Raises:
+        BadInput: shapes do not fit.
+    """
+    if x.dim() != 2 or a.dim() != 3 or a.shape[::2] != (len(ends), x.shape[1]):
+        have = [tuple(one.shape) for one in (x, a, ends)]
+        raise BadInput(f"pair_inner takes x (M, K), a (E, r, K), ends (E,); these are {have}.")
+    return run(_pair_inputs, _cuda, x, PairInputs(x, a, ends, rows, scaling, 0, True))[1]
