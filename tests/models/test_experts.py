@@ -313,9 +313,3 @@ def test_several_adapters_on_experts_add_up(tmp_path) -> None:
     theirs.base_model.set_adapter(["default", "again"])
     assert not torch.allclose(both, alone, atol=1e-3)
     torch.testing.assert_close(both, logits(theirs.eval(), tokens()), rtol=0, atol=2e-5)
-
-
-def test_the_receipt_says_that_experts_multiply_in_no_8_bits() -> None:
-    said = "products of experts are computed in the dtype of the activations"
-    assert said in str(fewbits.convert(mixture("qwen3_moe"), "qlora_nf4_fp8"))
-    assert said not in str(fewbits.convert(mixture("qwen3_moe"), "qlora_nf4"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fewbits.formats import FORMATS
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn import experts as packed_experts
-from fewbits.nn.expert_products import Branch, Weights, into_experts, out_of_experts
+from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.experts import decode_some, decode_with_room
 from fewbits.nn.grouped import Table, grouped
 
@@ -79,6 +79,54 @@ def test_both_products_and_all_their_gradients(name: str, room: bool) -> None:
     theirs = torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True)
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("rank", [0, 3, 130])
+def test_products_in_8_bits_and_all_their_gradients(name: str, rank: int) -> None:
+    """Those of rows and weights that E4M3 holds to the bit, where both operands lose nothing.
+
+    Powers of two, and in each row one largest value of 448: scales are powers of two as well.
+    """
+    chosen, H, I = ROUTINGS[name], 16, 32
+    generator = torch.Generator().manual_seed(len(chosen) + rank)
+
+    def exact(*shape: int) -> Tensor:
+        values = torch.randint(-3, 4, shape, generator=generator).float()
+        values[..., 0] = 448.0
+        return values
+
+    def float8(w: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+        q = (w.transpose(1, 2).contiguous() if turned else w).to(torch.float8_e4m3fn)
+        return q, torch.ones(1, 1, dtype=torch.float32)
+
+    def branch(inputs: int, outputs: int) -> Branch:
+        if not rank:
+            return NO_BRANCH
+        pair = numbers(E, rank, inputs).float().detach(), numbers(E, outputs, rank).float().detach()
+        return Branch(pair[0].requires_grad_(), pair[1].requires_grad_(), 0.7)
+
+    table = Table.of(chosen, E)
+    up, down = exact(E, I, H), exact(E, H, I)
+    x, z = exact(len(chosen), H).requires_grad_(), exact(chosen.numel(), I).requires_grad_()
+    routing, bias = numbers(len(chosen), k).float().detach().requires_grad_(), numbers(E, H).float()
+    bias = bias.detach().requires_grad_()
+    first, last = branch(H, I), branch(I, H)
+    dy, dout = exact(chosen.numel(), I), exact(len(chosen), H)
+
+    def computed(in_8_bits: bool) -> list[Tensor]:
+        of_up, of_down = (
+            Weights(lambda w=w: w, float8=partial(float8, w) if in_8_bits else None) for w in (up, down)
+        )
+        y = into_experts(x, table, of_up, first)
+        out = out_of_experts(z, routing, bias, table, of_down, last)
+        leaves = [x, z, routing, bias, *(t for b in (first, last) for t in (b.a, b.b) if t is not None)]
+        return [y, out, *torch.autograd.grad((y, out), leaves, (dy, dout))]
+
+    for got, want in zip(computed(True), computed(False), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=1e-5, atol=1e-5 * float(want.abs().max() if want.numel() else 1)
+        )
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -29,6 +29,10 @@ and what A then gives back, A^T (s B^T dy), is added where the pairs are summed 
 (`fewbits.kernels.product.pair_sums`, `pair_gradients`). Gradients of A and B are sums of outer products over
 each expert's pairs (`pair_outer`).
 
+With both operands in E4M3 (`Weights.float8`; rows under a scale each, a weight under one) a kernel finds the
+row of each pair and adds the branch to the product itself, in both passes (`grouped_float8`): then neither
+rows of pairs nor B beside W nor A^T (s B^T dy) are written.
+
 Weights are decoded for each pass, unless the layer keeps them. Branches are computed in the products' dtype.
 """
 
@@ -40,9 +44,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.kernels.product.grouped_float8 import MAX_RANK as MAX_FLOAT8_RANK
+from fewbits.kernels.product.grouped_float8 import grouped_float8
 from fewbits.kernels.product.pair_gradients import pair_gradients
-from fewbits.kernels.product.pair_inputs import MAX_RANK, pair_inputs
+from fewbits.kernels.product.pair_inputs import MAX_RANK, pair_inner, pair_inputs
 from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn.grouped import Table, grouped
@@ -61,10 +68,13 @@ class Weights(NamedTuple):
         whole: gives (E, outputs, inputs), decoded or kept.
         with_room: gives (E, outputs, inputs + columns, or more), whose last columns hold nothing and may
             be written; or None where the weight cannot be decoded so.
+        float8: gives E4M3 values (E, outputs, inputs), or turned (E, inputs, outputs), and their one scale;
+            None where products take no such operands.
     """
 
     whole: Callable[[], Tensor]
     with_room: Callable[[int], Tensor | None] = _no_room
+    float8: Callable[[bool], tuple[Tensor, Tensor]] | None = None
 
 
 class Branch(NamedTuple):
@@ -130,7 +140,7 @@ class _Into(torch.autograd.Function):
         needs_dx, needs_da, needs_db, _call = ctx.needs_input_grad
         branch, dx = Branch(a, b, scaling), None
         if needs_dx:
-            through = _backward(dy, x.shape[1], weights, branch, table.ends)
+            through = _backward(dy, None, x.shape[1], weights, branch, table.ends)
             dx, dinner = pair_sums(through.dx, table.inverse, extra=through.by_branch), through.dinner
         else:
             dinner = _through_b(dy, branch, table.ends)
@@ -165,8 +175,8 @@ class _OutOf(torch.autograd.Function):
         z, routing, bias, a, b, inner = ctx.saved_tensors
         scaling, table, weights = ctx.call
         needs_dz, needs_drouting, needs_dbias, needs_da, needs_db, _call = ctx.needs_input_grad
-        pairs = dy[table.rows]  # dy of each pair's row, not weighted yet
-        through = _backward(pairs, z.shape[1], weights, Branch(a, b, scaling), table.ends)
+        # dy of each pair's row, not weighted yet
+        through = _backward(dy, table.rows, z.shape[1], weights, Branch(a, b, scaling), table.ends)
         weight = routing.reshape(-1)[table.order]
         dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
         da = db = dbias = drouting = None
@@ -176,10 +186,10 @@ class _OutOf(torch.autograd.Function):
             db = db.transpose(1, 2).to(b.dtype)
         if needs_drouting:
             if bias is not None:
-                dweight = dweight + (pairs * bias.to(pairs.dtype)[table.experts]).sum(1)
+                dweight = dweight + (dy[table.rows] * bias.to(dy.dtype)[table.experts]).sum(1)
             drouting = dweight[table.inverse].to(routing.dtype)
         if bias is not None and needs_dbias:
-            weighted = (pairs * weight[:, None]).to(bias.dtype)
+            weighted = (dy[table.rows] * weight[:, None]).to(bias.dtype)
             dbias = torch.zeros_like(bias).index_add_(0, table.experts, weighted)
         return dz if needs_dz else None, drouting, dbias, da, db, None
 
@@ -205,6 +215,12 @@ def _forward(
 
     x is (P, K), or (T, K) with ``rows`` (P,), the row of each pair.
     """
+    if weights.float8 is not None:
+        inner, b = None, None
+        if branch.a is not None and branch.b is not None:
+            inner = pair_inner(x, branch.a, ends, rows=rows, scaling=branch.scaling)
+            b = branch.b.to(x.dtype, memory_format=torch.contiguous_format)
+        return _float8_product(x, rows, weights.float8(False), (inner, b), ends), inner
     beside = _with_branch(weights, branch, x.shape[1])
     if beside is not None:
         assert branch.a is not None
@@ -233,8 +249,21 @@ class _Through(NamedTuple):
     dinner: Tensor | None
 
 
-def _backward(dy: Tensor, K: int, weights: Weights, branch: Branch, ends: Tensor) -> _Through:
-    """``W^T dy`` and ``s A^T B^T dy`` for dy (P, outputs) and K inputs."""
+def _backward(
+    dy: Tensor, rows: Tensor | None, K: int, weights: Weights, branch: Branch, ends: Tensor
+) -> _Through:
+    """``W^T dy`` and ``s A^T B^T dy`` for K inputs.
+
+    dy is (P, outputs), or (T, outputs) with ``rows`` (P,), the row of each pair.
+    """
+    if weights.float8 is not None:
+        dinner, a = None, None
+        if branch.a is not None and branch.b is not None:
+            b = branch.b.transpose(1, 2).to(dy.dtype, memory_format=torch.contiguous_format)
+            dinner = pair_inner(dy, b, ends, rows=rows, scaling=branch.scaling)
+            a = branch.a.to(dy.dtype).transpose(1, 2)
+        return _Through(_float8_product(dy, rows, weights.float8(True), (dinner, a), ends), None, dinner)
+    dy = dy if rows is None else dy[rows]
     beside = _with_branch(weights, branch, K)
     if beside is None:
         dx, dinner = grouped(dy, weights.whole().transpose(1, 2), ends), _through_b(dy, branch, ends)
@@ -245,6 +274,27 @@ def _backward(dy: Tensor, K: int, weights: Weights, branch: Branch, ends: Tensor
     if dinner is None or branch.a is None:
         return _Through(dx, None, dinner)
     return _Through(dx, grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends), dinner)
+
+
+def _float8_product(
+    x: Tensor,
+    rows: Tensor | None,
+    weight: tuple[Tensor, Tensor],
+    branch: tuple[Tensor | None, Tensor | None],
+    ends: Tensor,
+) -> Tensor:
+    """Pairs' products (P, outputs) in E4M3, plus a branch t (P, r) and b (E, outputs, r), if it has one.
+
+    x is (P, inputs), or (T, inputs) with ``rows`` (P,); the weight is (E, outputs, inputs) and its scale.
+    """
+    q, scale = quantize_rows(x)
+    t, b = branch
+    if t is None or b is None:
+        return grouped_float8(q, scale, *weight, ends, rows=rows, dtype=x.dtype)
+    if t.shape[1] > MAX_FLOAT8_RANK:
+        y = grouped_float8(q, scale, *weight, ends, rows=rows, dtype=x.dtype)
+        return y.add_(grouped(t, b, ends))
+    return grouped_float8(q, scale, *weight, ends, rows=rows, branch=(t, b), dtype=x.dtype)
 
 
 def _through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:

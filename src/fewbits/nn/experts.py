@@ -18,6 +18,7 @@ r rank of an adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -30,14 +31,16 @@ from fewbits.formats.base import Format, Packed
 from fewbits.kernels.codec.dequantize import dequantize
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
-from fewbits.kernels.product.matmul_packed import product_dtype
+from fewbits.kernels.product.matmul_float8 import float8_weight, weight_scale
+from fewbits.kernels.product.matmul_packed import PLAIN, product_dtype
 from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.grouped import Table
 from fewbits.nn.lasting import lasting_tensors
 from fewbits.nn.tensor_state import TensorState, state_of
 
-_OURS = ("part_names", "formats", "shapes", "host_class", "branches", "dtype", "keeps_values", "kept")
+_OF_WEIGHTS = ("part_names", "formats", "shapes", "dtype", "operands", "scales", "keeps_values", "kept")
+_OURS = (*_OF_WEIGHTS, "host_class", "branches")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
 _MANY = 1024
 
@@ -54,6 +57,9 @@ class QuantizedExperts(nn.Module):
         shapes: of each packed weight, as the host has it.
         dtype: that the weights had.
         branches: of each adapter that the call at hand adds, (A, B, scaling), by the weight's name.
+        operands: formats of the products' operands: plain, or both in E4M3 (rows under a scale each, a weight
+            under one), where every weight can be decoded row by row (`has_room`).
+        scales: of weights in E4M3, by name, and the state of the stored tensors that they were found in.
         keeps_values: whether decoded weights stay from pass to pass.
         kept: those that do, by name and dtype, with columns for a branch behind them; and the state of the
             stored tensors that they were decoded from (`fewbits.nn.tensor_state`).
@@ -84,12 +90,14 @@ class QuantizedExperts(nn.Module):
         self.dtype = next(getattr(host, name).dtype for name in weights)
         self.part_names: dict[str, tuple[str, ...]] = {}
         self.branches: dict[str, tuple[tuple[Tensor, Tensor, float], ...]] = {}
+        self.operands = PLAIN
+        self.scales: dict[str, tuple[tuple[TensorState, ...], Tensor]] = {}
         self.keeps_values = False
-        self.kept: dict[tuple[str, torch.dtype], tuple[tuple[TensorState, ...], Tensor]] = {}
+        self.kept: dict[tuple[str, torch.dtype | str], tuple[tuple[TensorState, ...], Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle: decoded values are made anew."""
-        return {**super().__getstate__(), "kept": {}}  # type: ignore[misc]
+        return {**super().__getstate__(), "kept": {}, "scales": {}}  # type: ignore[misc]
 
     @property
     def is_turned(self) -> bool:
@@ -215,6 +223,8 @@ class QuantizedExperts(nn.Module):
         if hit is not None or name not in self.formats:
             return Weights(whole)
         packed = self.packed(name)
+        if self.operands != PLAIN and has_room(packed):
+            return Weights(whole, float8=partial(self._float8, name))
         if not self.keeps_values:
             return Weights(whole, lambda columns: decode_with_room(packed, dtype, columns))
         if not has_room(packed):
@@ -248,6 +258,28 @@ class QuantizedExperts(nn.Module):
             weight = dequantize(packed, dtype) if weight is None else weight
         self.kept[key] = state, weight
         return weight
+
+    def _float8(self, name: str, transposed: bool) -> tuple[Tensor, Tensor]:
+        """A weight in E4M3 (E, outputs, inputs), or transposed (E, inputs, outputs), and its scale (1, 1)."""
+        packed = rows_below_each_other(self.packed(name))
+        state, key = state_of(packed.parts.values()), (name, "turned" if transposed else "float8")
+        before = self.scales.get(name)
+        if before is None or before[0] != state:
+            with lasting_tensors():
+                before = self.scales[name] = state, weight_scale(packed)
+        scale, entry = before[1], self.kept.get(key)
+        if entry is not None and entry[0] == state:
+            return entry[1], scale
+        experts, outputs, inputs = self._stored_shape(name)
+        with lasting_tensors() if self.keeps_values else nullcontext():
+            values = float8_weight(packed, transposed=transposed, inverse_scale=scale.reciprocal())
+        if transposed:
+            values = values.view(inputs, experts, outputs).transpose(0, 1)
+        else:
+            values = values.view(experts, outputs, inputs)
+        if self.keeps_values:
+            self.kept[key] = state, values
+        return values, scale
 
     def _branch(self, name: str, hit: Tensor | None) -> Branch:
         if name not in self.branches:
@@ -342,13 +374,18 @@ def decode_with_room(packed: Packed, dtype: torch.dtype, columns: int) -> Tensor
     if not has_room(packed):
         return None
     experts, N, K = packed.shape
-    shape = (experts * N, K)
-    layout = packed.format.layout(shape)
-    parts = {name: part.reshape(layout[name].shape) for name, part in packed.parts.items()}
     weight = torch.empty(experts, N, K + columns, dtype=dtype, device=packed.codes.device)
     rows = weight.view(experts * N, K + columns)[:, :K]
-    dequantize(Packed(packed.format, shape, packed.dtype, parts), out=rows)
+    dequantize(rows_below_each_other(packed), out=rows)
     return weight
+
+
+def rows_below_each_other(packed: Packed) -> Packed:
+    """The same weight (E, N, K) as one of (E N, K); of a format for which `has_room` says yes."""
+    experts, N, K = packed.shape
+    layout = packed.format.layout((experts * N, K))
+    parts = {name: part.reshape(layout[name].shape) for name, part in packed.parts.items()}
+    return Packed(packed.format, (experts * N, K), packed.dtype, parts)
 
 
 def _is_gated_silu(host_class: Any, activation: Any) -> bool:
@@ -361,4 +398,11 @@ def _is_gated_silu(host_class: Any, activation: Any) -> bool:
     return is_silu and plain is not None and getattr(host_class, "_apply_gate", None) is plain
 
 
-__all__ = ["QuantizedExperts", "decode_some", "decode_with_room", "expert_branches", "has_room"]
+__all__ = [
+    "QuantizedExperts",
+    "decode_some",
+    "decode_with_room",
+    "expert_branches",
+    "has_room",
+    "rows_below_each_other",
+]

@@ -20,6 +20,7 @@ from fewbits.kernels.decoder.gated_activation import gated_activation
 from fewbits.kernels.decoder.rmsnorm import rmsnorm_ref
 from fewbits.kernels.generation.operands import LowRankSum, Product
 from fewbits.kernels.product.matmul_packed import PLAIN
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 
 
@@ -60,7 +61,8 @@ class ManyRows:
 @contextmanager
 def products_in_16_bits(model: nn.Module) -> Iterator[None]:
     """Layers that round their inputs to 8 bits for speed take them as they are, as the step does."""
-    rounding = [m for m in all_modules(model) if isinstance(m, QuantizedLinear) and m.operands != PLAIN]
+    kinds = (QuantizedLinear, QuantizedExperts)
+    rounding = [m for m in all_modules(model) if isinstance(m, kinds) and m.operands != PLAIN]
     operands = [m.operands for m in rounding]
     try:
         for module in rounding:

@@ -39,7 +39,8 @@ def expert_changes(path: str, experts: QuantizedExperts) -> list[Change]:
     for name, format in experts.formats.items():
         packed = experts.packed(name)
         before = math.prod(packed.shape) * experts.dtype.itemsize
-        kind = f"{type(experts).__name__} {format_in_words(format)}"
+        words = " ".join(dict.fromkeys(map(format_in_words, [format, *_operand_formats(experts)])))
+        kind = f"{type(experts).__name__} {words}"
         changes.append(Change(f"{path}.{name}", experts.host_class.__name__, kind, before, packed.nbytes))
     return changes
 
@@ -57,7 +58,7 @@ def _bytes(module: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def _operand_formats(module: QuantizedLinear | LowPrecisionLinear) -> Iterator[Any]:
+def _operand_formats(module: QuantizedLinear | LowPrecisionLinear | QuantizedExperts) -> Iterator[Any]:
     operands = module.operands
     for format in (operands.weight_operand, operands.activation, operands.gradient):
         if format is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fewbits.decoder.parts import FLOAT8_SIDES
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.catalog import SAME_AS_LINEAR
 from fewbits.families.spec import ModelSpec
@@ -27,6 +28,7 @@ from fewbits.host.record import notes_of, put_part, receipts_of, take_part
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.host.transposed import as_conv1d, as_linear, is_conv1d, is_transposed
 from fewbits.host.unwrap import unwrap
+from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.models.packing.adapters_told import adapters_told
 from fewbits.models.packing.cache_choice import check_cache
 from fewbits.models.packing.changes import describe, expert_changes, loaded_change, module_change
@@ -38,11 +40,12 @@ from fewbits.models.packing.split_experts import join_experts
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.finite import check_finite
-from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, take_parameters
+from fewbits.nn.linear import LowPrecisionLinear, QuantizedLinear, operands_of, take_parameters
 from fewbits.nn.norm import RMSNorm, computes_rmsnorm
 from fewbits.nn.packed_layers import fake_layer, packed_layer
 from fewbits.nn.split_experts import SplitExperts
 from fewbits.recipes import Recipe, Rule, get_recipe
+from fewbits.words import counted
 
 Builder = Callable[[str, nn.Linear, Rule], nn.Module | None]
 _PEFT_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
@@ -124,7 +127,7 @@ def convert(
         _replace(model, name, new, state, keep=True)
     state.packed_rows = keep_rows_apart(decoder_of(model))
     put_part(model, state)
-    receipt.notes.extend(gpu_fallbacks(model))
+    receipt.notes.extend([*_notes_of_experts(model, experts), *gpu_fallbacks(model)])
     return receipt
 
 
@@ -247,14 +250,24 @@ def _notes(spec: ModelSpec, recipe: Recipe) -> Iterator[str]:
             f"kv_cache={recipe.kv_cache.name}: generate() of FastLanguageModel's models and fewbits' own "
             "evaluation keep keys and values so"
         )
-    if spec.experts is not None and (recipe.linear.weight_operand or recipe.linear.activation) is not None:
-        yield "products of experts are computed in the dtype of the activations, not in 8 bits"
     operands = (recipe.head.weight_operand, recipe.head.activation, recipe.head.gradient)
     codings = {f.name: f.contract.coding for f in operands if f is not None}
     if others := [name for name, coding in codings.items() if coding is None or not coding.is_float8]:
         yield f"the head has products in 8-bit floats alone, not in {others[0]}: they keep their dtype"
     elif codings:
         yield "the head's products keep their dtype until the decoder is fused (fewbits.fuse)"
+
+
+def _notes_of_experts(model: nn.Module, rules: Mapping[str, Rule]) -> Iterator[str]:
+    """What is said of experts whose products the recipe wants in few bits, and cannot have so."""
+    paths = {name.rpartition(".")[0] for name, rule in rules.items() if operands_of(rule) != PLAIN}
+    plain = [path for path in sorted(paths) if model.get_submodule(path).operands == PLAIN]
+    if plain:
+        yield (
+            f"products of experts in {counted(len(plain), 'layer')} are computed in the dtype of the "
+            "activations: the kernel takes weights whose rows are scaled apart, with sides that are multiples"
+            f" of {FLOAT8_SIDES}, and both operands in E4M3"
+        )
 
 
 def _plan(model: nn.Module, spec: ModelSpec, recipe: Recipe) -> tuple[dict[str, Rule], list[Left]]:

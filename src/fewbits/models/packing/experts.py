@@ -8,12 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fewbits.decoder.parts import FLOAT8, FLOAT8_SIDES
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Packed
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import find, layer_names, spec_for
-from fewbits.nn.experts import QuantizedExperts
+from fewbits.kernels.product.matmul_packed import PLAIN, Operands
+from fewbits.nn.experts import QuantizedExperts, has_room
+from fewbits.nn.linear import operands_of
 from fewbits.recipes import Recipe, Rule
 
 
@@ -62,9 +65,18 @@ def packed_place(model: nn.Module, path: str, rules: Mapping[str, Rule]) -> Quan
         return host
     own = {name: rules[f"{path}.{name}"].weight for name in weights_of(host) if f"{path}.{name}" in rules}
     experts = QuantizedExperts(host, {name: format for name, format in own.items() if format is not None})
+    experts.operands = _operands([rules[f"{path}.{name}"] for name in own], experts)
     experts.train(host.training)
     model.set_submodule(path, experts)
     return experts
+
+
+def _operands(rules: list[Rule], experts: QuantizedExperts) -> Operands:
+    """The formats of the operands that a kernel takes; plain ones where a rule asks for others."""
+    operands = {operands_of(rule) for rule in rules}
+    whole = all(has_room(experts.packed(name)) for name in experts.formats)
+    fit = all(side % FLOAT8_SIDES == 0 for shape in experts.shapes.values() for side in shape[1:])
+    return FLOAT8 if operands == {FLOAT8} and whole and fit else PLAIN
 
 
 def expert_rules_of(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
