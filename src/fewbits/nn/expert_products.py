@@ -54,6 +54,7 @@ from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn.grouped import Table, grouped
 
+_MOST_BYTES = 2 * MAX_FLOAT8_RANK  # of a pair's inner values that the kernel adds: in float32 half as many
 _ALIGNED = 8  # values of which a row's length is a multiple where it holds a branch as well
 
 
@@ -291,7 +292,7 @@ def _float8_product(
     t, b = branch
     if t is None or b is None:
         return grouped_float8(q, scale, *weight, ends, rows=rows, dtype=x.dtype)
-    if t.shape[1] > MAX_FLOAT8_RANK:
+    if t.shape[1] * x.element_size() > _MOST_BYTES:
         y = grouped_float8(q, scale, *weight, ends, rows=rows, dtype=x.dtype)
         return y.add_(grouped(t, b, ends))
     return grouped_float8(q, scale, *weight, ends, rows=rows, branch=(t, b), dtype=x.dtype)
