@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fewbits
+from fewbits import FastLanguageModel
 from fewbits.errors import Unsupported
 from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop
@@ -196,6 +197,17 @@ def test_kernels_that_are_refused_leave_the_modules(
     assert len(steps) == 65 and "float32" in decoding_of(model).no_kernels
     said = [record.message for record in caplog.records if "generate() decodes" in record.message]
     assert len(said) == 1 and "by a CUDA graph of the model's own modules: the model computes in" in said[0]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_fused_model_of_inference(attention: str, steps: list[int]) -> None:
+    """Prompts through fused nodes, tokens by the layers' own forward; nothing on the way asks the host."""
+    model = ready(tiny("gemma3_text"))
+    model.set_attn_implementation(attention)
+    fewbits.fuse(model)
+    FastLanguageModel.for_inference(model)
+    same_as_transformers(model)
+    assert len(steps) == 65, decoding_of(model).refused
 
 
 class _Asks(nn.Module):

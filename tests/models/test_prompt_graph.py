@@ -63,6 +63,7 @@ def test_a_length_that_comes_again_is_recorded(family: str, fused: bool, runs: l
     model, graphs = tiny(family), PromptGraphs()
     if fused:
         fuse(model)
+        FastLanguageModel.for_inference(model)
     assert read_by(graphs, model, tokens(2, 20)) is None
     for length in (20, 27, 17, 32, 20):
         same(graphs, model, tokens(2, length, seed=length))
@@ -70,6 +71,18 @@ def test_a_length_that_comes_again_is_recorded(family: str, fused: bool, runs: l
     assert read_by(graphs, model, tokens(2, 9)) is None  # of another length
     same(graphs, model, tokens(2, 12))
     assert sorted(graphs.graphs) == [(2, 16), (2, 32)] and not graphs.refused
+
+
+def test_a_model_that_trains_records_nothing() -> None:
+    model, ids = tiny("llama"), tokens(2, 20)
+    fuse(model)
+    graphs = decoding_of(model).prompts
+    for _ in range(3):
+        assert read_by(graphs, model, ids) is None
+    FastLanguageModel.for_inference(model)
+    assert read_by(graphs, model, ids) is None and read_by(graphs, model, ids) is not None
+    FastLanguageModel.for_training(model)
+    assert not graphs.graphs
 
 
 def test_lengths_are_rounded_up() -> None:

@@ -38,6 +38,7 @@ from fewbits.models.folders.folder_manifest import check_folder
 from fewbits.models.folders.reading import Reading
 from fewbits.models.generation.careful_generate import generate
 from fewbits.models.generation.live.generate_batch import generate_batch
+from fewbits.models.generation.loop import decoding_of
 from fewbits.models.loading.described import Described, describe, options_of, quant_method_of
 from fewbits.models.loading.early_work import Early, work_beside
 from fewbits.models.loading.foreign import FOREIGN, holds
@@ -288,10 +289,15 @@ def _is_on_gpu(model: nn.Module) -> bool:
 
 
 def _keep_caches(model: nn.Module, keep: bool) -> None:
-    """Whether fused layers in evaluation mode fill the KV cache that a loop of one's own goes on with."""
+    """Whether fused layers in evaluation mode fill the KV cache that a loop of one's own goes on with.
+
+    A model that trains lets go of its prompts' graphs, and of their memory.
+    """
     fusion = fusion_of(model)
     if fusion is not None:
         fusion.is_for_inference(keep)
+    if not keep:
+        decoding_of(model).prompts.forget()
 
 
 def _fused_on_gpu(model: nn.Module) -> list[str]:

@@ -7,10 +7,10 @@ prompt that is shorter than the recorded length is continued by its own last tok
 changes nothing in it, and what those tokens leave is not taken over. Lengths are rounded up so that a few
 graphs serve many prompts; they share their memory.
 
-Recorded is what no host decides (`HostReads` in model_step.py looks), for prompts without padding in a new
-cache; logits are compared with those of the model's own forward when a length is recorded. A graph is
-forgotten when the model, its frozen weights, or values that were kept of them are other ones than before;
-adapters' newest values are read where they are.
+Recorded is, of fused models after ``for_inference`` alone, what no host decides (`HostReads` in model_step.py
+looks), for prompts without padding in a new cache; logits are compared with those of the model's own forward
+when a length is recorded. A graph is forgotten when the model, its frozen weights, or values that were kept
+of them are other ones than before; adapters' newest values are read where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.decoder.fuse import fused_layers
+from fewbits.decoder.fuse import fused_layers, fusion_of
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3_ROW
 from fewbits.host.record import part_of
@@ -72,6 +72,10 @@ class PromptGraphs:
         size = len(input_ids), recorded_length(input_ids.shape[1])
         plain = (how.kind, how.embedded, how.piece, how.cache) == (None, None, None, None)
         if not plain or not size[1] or size[0] * size[1] > _MOST_TOKENS or not _records(model):
+            return None
+        fusion = fusion_of(model)
+        if fusion is not None and not fusion.for_inference:
+            self.forget()  # it trains between prompts, and its memory is planned
             return None
         key = _key_of(model)
         if key != self._key:
