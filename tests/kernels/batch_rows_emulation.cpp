@@ -1,4 +1,4 @@
-// Runs generation/batch_rows.cu or batch_x.cu on a CPU; built by emulated.py with the kernel's macros. Copies arrive only when they are waited for.
+// Runs generation/batch_rows.cu, wide_rows.cu or batch_x.cu on a CPU; built by emulated.py with the kernel's macros. Copies arrive only when they are waited for.
 #undef EARLY
 #define EARLY 0
 #define multiply_add multiply_bfloat16
@@ -9,9 +9,15 @@
 #include "half_emulation.h"
 inline int atomicAdd(int *at, int x) { const int old = *at; *at += x; return old; }
 inline void __threadfence() {}
+#ifdef RING
+#include "warpgroup_emulation.h"
+#endif
 #include SOURCE
 
-#ifdef SPLIT
+#ifdef RING
+#define KERNEL wide_rows
+typedef BatchArguments Argument;
+#elif defined(SPLIT)
 #define KERNEL batch_rows
 typedef BatchArguments Argument;
 #else

@@ -37,7 +37,7 @@ def test_an_earlier_process_left_it(compiled: list[list[str]]) -> None:
     first = nvrtc.cubin(SOURCE, (("WARPS", 14),), 90)
     another_process()
     assert nvrtc.cubin(SOURCE, (("WARPS", 14),), 90) == first
-    assert len(compiled) == 1 and compiled[0][0] == "--gpu-architecture=sm_90"
+    assert len(compiled) == 1 and compiled[0][0] == "--gpu-architecture=sm_90a"
 
 
 def test_other_settings_gpus_and_compilers_have_their_own(

@@ -12,15 +12,14 @@ Floor: each weight is read once, and each block of threads reads the part of x t
 16 outputs by 16 inputs of W and 8 rows of x is one instruction of the tensor cores; 64 rows of the 8B shape's
 gate and up take 20 us of those on an H200, reading the weights in NF4 13.8.
 
-Two kernels: batch_x.cu puts x in order, batch_rows.cu multiplies. No gradient: decoding has none.
+Two kernels: batch_x.cu puts x in order; batch_rows.cu multiplies, or wide_rows.cu on a GPU of compute
+capability 9.0, where batch_cut.py estimates that it is faster. No gradient: decoding has none.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import floor, log2
 
 import torch
@@ -28,19 +27,20 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
-from fewbits.kernels.generation.cut import Work, shared_bytes_of
+from fewbits.kernels.generation.batch_cut import Cut, cut_of
+from fewbits.kernels.generation.cut import Work, has_warpgroups, shared_bytes_of
 from fewbits.kernels.generation.few_rows import define
 from fewbits.kernels.generation.operands import Arguments, LowRankInputs, Product
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import cdiv, multiprocessors, on_device_of
 
 SOURCE = "generation/batch_rows.cu"
+WIDE_SOURCE = "generation/wide_rows.cu"
 SOURCE_OF_X = "generation/batch_x.cu"
 MOST_ROWS = 64
 _TARGET = 2.0**12  # for the largest decoded weight; float16 ends at 2**16
 _WARPS_OF_X = 16
 _ROWS_OF_A = 4  # of a block that computes branches' inner values
-_BYTES_A_NS = 33.0  # of memory, for each multiprocessor of an H200
 
 
 class _BatchArguments(ctypes.Structure):
@@ -65,118 +65,6 @@ class _RowsOfX(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("K", "K_padded", "M")),
         ("low", LowRankInputs),
     ]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a call is cut.
-
-    Attributes:
-        groups: of 8 rows of x.
-        tiles: of 16 outputs, that a warp has.
-        neighbours: warps of a block with other outputs.
-        slices: warps of a block with other parts of K.
-        split: blocks with other parts of K.
-        stage_chunks: of a slice in a stage of x.
-        depth: stages of x that shared memory has.
-        stages: of a block.
-        ahead: chunks of weights that a warp asks for at once, before it uses those before.
-        whole: the parts are all of K, no more.
-        shared_bytes: of a block.
-    """
-
-    groups: int
-    tiles: int
-    neighbours: int
-    slices: int
-    split: int
-    stage_chunks: int
-    depth: int
-    stages: int
-    ahead: int
-    whole: bool
-    shared_bytes: int
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.neighbours * self.slices
-
-    @property
-    def block_tiles(self) -> int:
-        """Tiles of 16 outputs of a block."""
-        return self.tiles * self.neighbours
-
-    @property
-    def chunks(self) -> int:
-        """Of all parts together."""
-        return self.split * self.stages * self.slices * self.stage_chunks
-
-
-# Warps of a block whose registers hold their sums, by groups of 8 rows of x.
-_MOST_WARPS = {1: 16, 2: 16, 3: 12, 4: 12}
-_MOST_WARPS_OF_MANY_ROWS = 8
-
-
-def cut_batch(
-    work: Work, *, tiles: int, neighbours: int, slices: int, split: int, stage_chunks: int = 0, ahead: int = 2
-) -> Cut | None:
-    """The cut with so many tiles, warps and parts; None if a block's shared memory does not hold it."""
-    chunks, groups = cdiv(work.K, work.chunk), cdiv(work.M, 8)
-    each = cdiv(chunks, split * slices)  # chunks of a warp
-    table = 256 * 256 if work.reading.kind == 0 else 0
-    fixed = table + (1024 if work.reading.scales == 2 else 0) + 32 * groups + 16
-    x_at = cdiv(fixed, 128) * 128
-    sums = slices * tiles * neighbours * 8 * groups * 64
-    room = work.room - x_at
-    chunk_of_x = groups * 8 * work.chunk * 2
-    for per_stage in (stage_chunks,) if stage_chunks else (4, 2, 1):
-        stages, of_stage = cdiv(each, per_stage), slices * per_stage * chunk_of_x
-        depth = max(2, min(stages, 4, room // of_stage))
-        if depth * of_stage <= room and (depth > 2 or stages <= 2 or per_stage == 1) and sums <= room:
-            whole = split * stages * slices * per_stage * work.chunk == work.K
-            bytes_of = x_at + max(depth * of_stage, sums)
-            return Cut(
-                groups, tiles, neighbours, slices, split, per_stage, depth, stages, ahead, whole, bytes_of
-            )
-    return None
-
-
-def _cuts(work: Work) -> Iterator[Cut]:
-    most_warps = _MOST_WARPS.get(cdiv(work.M, 8), _MOST_WARPS_OF_MANY_ROWS)
-    for tiles in (2, 1):
-        for neighbours in (8, 7, 6, 5, 4, 3, 2, 1):
-            for slices in (1, 2, 4, 8):
-                for split in (1, 2, 4, 8):
-                    if neighbours * slices > most_warps:
-                        continue
-                    cut = cut_batch(work, tiles=tiles, neighbours=neighbours, slices=slices, split=split)
-                    if cut is not None:
-                        yield cut
-
-
-def cost_of(work: Work, cut: Cut) -> float:
-    """An estimate of a call's time, in nanoseconds, that ranks cuts.
-
-    A block reads its weights from memory and its part of x, which each of its warps reads again from shared
-    memory; few warps hide little of it; blocks that share outputs meet at its end. The factors rank 500 cuts
-    of the 8B shape's four products with 4, 16 and 64 rows as an H200 did, 23 November 2026.
-    """
-    blocks = cdiv(work.tiles, cut.block_tiles) * cut.split
-    inner = cut.chunks // cut.split * work.chunk
-    weights = cut.block_tiles * 16 * inner * work.reading.bits / 8
-    x = 16 * cut.groups * inner * (0.4 + 0.2 * cut.neighbours)
-    hidden = max(1.0, 12 / cut.warps) ** 0.3
-    slices = 10 * cut.slices * cut.block_tiles * cut.groups
-    meeting = 2000 + 1024 * cut.block_tiles * cut.groups * (1 + cut.split) / _BYTES_A_NS
-    one = (weights + x) * hidden / _BYTES_A_NS
-    return cdiv(blocks, work.processors) * one + slices + (meeting if cut.split > 1 else 0.0)
-
-
-@lru_cache(maxsize=1024)
-def cut_of(work: Work) -> Cut | None:
-    """The cut of least estimated time; None if shared memory holds none."""
-    return min(_cuts(work), key=lambda cut: cost_of(work, cut), default=None)
 
 
 @dataclass
@@ -245,11 +133,12 @@ class BatchRows:
         reading, device = product.reading(), product.x.device
         M, K = product.x.shape
         _check_rows(product)
-        work = Work(reading, K, M, product.all_tiles, multiprocessors(device), shared_bytes_of(device))
+        tiles, room = product.all_tiles, shared_bytes_of(device)
+        work = Work(reading, K, M, tiles, multiprocessors(device), room, has_warpgroups(device))
         chosen = cut or cut_of(work)
         if chosen is None:
             raise BadInput(f"{work.room} bytes of shared memory do not hold a product with {M} rows of x.")
-        self.cut = chosen
+        self.cut, self.source = chosen, WIDE_SOURCE if chosen.wide else SOURCE
         space = workspace or Workspace(device)
         self._blocks = cdiv(work.tiles, chosen.block_tiles)
         rows, padded = 8 * chosen.groups, chosen.chunks * work.chunk
@@ -280,26 +169,18 @@ class BatchRows:
         )
         inner = cdiv(product.inner_ranks, _ROWS_OF_A)
         self.blocks_of_x, self.shared_of_x = M + inner, _WARPS_OF_X * max(8, 4 * (_ROWS_OF_A + 1) * M)
-        read = (("KIND", reading.kind), ("VALUES", work.values), ("GROUPS", chosen.groups))
+        wide = ("WIDE", int(chosen.wide))
+        read = (("KIND", reading.kind), ("VALUES", work.values), ("GROUPS", chosen.groups), wide)
         around = (*product.defines(), ("EARLY", int(early)))
-        self.defines: nvrtc.Defines = (
-            *read,
+        scales = (
             ("SCALES", reading.scales),
             ("ZERO_POINTS", int(reading.zero_points)),
             ("BLOCK", work.block),
-            ("R", chosen.tiles),
-            ("WN", chosen.neighbours),
-            ("WK", chosen.slices),
-            ("SPLIT", chosen.split),
-            ("CS", chosen.stage_chunks),
-            ("DEPTH", chosen.depth),
-            ("STAGES", chosen.stages),
-            ("AHEAD", chosen.ahead),
-            ("WHOLE", int(chosen.whole)),
-            *around,
         )
+        self.defines: nvrtc.Defines = (*read, *scales, *_defines_of(chosen), *around)
         many = (("INNER", inner), ("INNER_M", M if inner else 0), ("A_ROWS", _ROWS_OF_A))
-        self.defines_of_x: nvrtc.Defines = (*read, ("WARPS", _WARPS_OF_X), *around, *many)
+        share = cdiv(padded, 4 * 32 * _WARPS_OF_X)
+        self.defines_of_x: nvrtc.Defines = (*read, ("SHARE", share), ("WARPS", _WARPS_OF_X), *around, *many)
 
     def launch(self) -> Tensor:
         """Run it on the current stream of the operands' device, on a CPU by the definition: (M, N)."""
@@ -308,12 +189,27 @@ class BatchRows:
         with on_device_of(self.out):
             device, shared = self.out.device.index, self.cut.shared_bytes
             order = nvrtc.kernel(SOURCE_OF_X, "batch_x", self.defines_of_x, device, self.shared_of_x)
-            multiply = nvrtc.kernel(SOURCE, "batch_rows", self.defines, device, shared)
+            name = "wide_rows" if self.cut.wide else "batch_rows"
+            multiply = nvrtc.kernel(self.source, name, self.defines, device, shared)
             rows, threads = (self.blocks_of_x, 1, 1), 32 * _WARPS_OF_X
             nvrtc.launch(order, rows, threads, self.shared_of_x, self.argument_of_x, early=self._early)
             grid = (self._blocks, self.cut.split, 1)
             nvrtc.launch(multiply, grid, 32 * self.cut.warps, shared, self.argument, early=self._early)
         return self.out
+
+
+def _defines_of(cut: Cut) -> nvrtc.Defines:
+    return (
+        ("R", cut.tiles),
+        ("WN", cut.neighbours),
+        ("WK", cut.slices),
+        ("SPLIT", cut.split),
+        ("CS", cut.stage_chunks),
+        ("DEPTH", cut.depth),
+        ("STAGES", cut.stages),
+        ("RING" if cut.wide else "AHEAD", cut.ahead),
+        ("WHOLE", int(cut.whole)),
+    )
 
 
 def _check_rows(product: Product) -> None:

@@ -7,7 +7,7 @@
 //
 // Where branches ask for their inner values, the blocks behind those of the rows compute them (inner_values.cu).
 //
-// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WARPS, EARLY, INNER, INNER_M and A_ROWS.
+// Compiled with KIND, VALUES, NORM, X_KIND and HALF as few_rows.cu is, GROUPS (of 8 rows), WIDE, SHARE (times that a block's threads take four dimensions each), WARPS, EARLY, INNER, INNER_M and A_ROWS.
 
 #define SCALES 0
 #define ROWS (8 * GROUPS)
@@ -42,7 +42,12 @@ static __device__ __forceinline__ Four weighted(const RowsOfX &p, Four v, int k)
 // Where the dimension k of row m lies, in bytes.
 static __device__ __forceinline__ i64 place_of(int m, int k) {
     const u32 in_row = x_place(k % CHUNK), step = in_row / 32, t = in_row % 32 / 8;
+#if WIDE  // as warpgroup.cu says
+    const u32 pair = in_row % 8 / 4;
+    return (i64)(k / CHUNK) * (ROWS * CHUNK * 2) + step * (ROWS * 32) + m / 8 * 256 + pair * 128 + m % 8 * 16 + t * 4 + in_row % 4;
+#else
     return (i64)(k / CHUNK) * (ROWS * CHUNK * 2) + ((step / 2 * ROWS + m) * 4 + t) * 16 + step % 2 * 8 + in_row % 8;
+#endif
 }
 
 static __device__ __forceinline__ void store_four(const RowsOfX &p, int m, int k, Four v) {
@@ -50,6 +55,8 @@ static __device__ __forceinline__ void store_four(const RowsOfX &p, int m, int k
 #if KIND >= 1 && KIND <= 4
     *(u16 *)(p.out + place_of(m, k)) = pairs.x, *(u16 *)(p.out + place_of(m, k + 1)) = pairs.x >> 16;
     *(u16 *)(p.out + place_of(m, k + 2)) = pairs.y, *(u16 *)(p.out + place_of(m, k + 3)) = pairs.y >> 16;
+#elif WIDE
+    *(u32 *)(p.out + place_of(m, k)) = pairs.x, *(u32 *)(p.out + place_of(m, k + 2)) = pairs.y;
 #else
     *(uint2 *)(p.out + place_of(m, k)) = pairs;
 #endif
@@ -65,10 +72,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_x(const __grid_const
 #endif
     wait_for_the_kernel_before();
     float squares = 0.0f, largest = 0.0f;
-    for (int k = 4 * threadIdx.x; k < p.K; k += 4 * THREADS) {
-        Four v = four_of(p, m, k);
+    Four kept[SHARE];  // of the row, all asked for before one is there
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        const int k = 4 * (threadIdx.x + i * THREADS);
+        kept[i] = {};
+        if (k < p.K) kept[i] = four_of(p, m, k);
+    }
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        Four &v = kept[i];
+        const int k = 4 * (threadIdx.x + i * THREADS);
         squares += v.x[0] * v.x[0] + v.x[1] * v.x[1] + v.x[2] * v.x[2] + v.x[3] * v.x[3];
-        v = weighted(p, v, k);
+        if (k < p.K) v = weighted(p, v, k);
         largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v.x[0]), fabsf(v.x[1]))), fmaxf(fabsf(v.x[2]), fabsf(v.x[3])));
     }
 #pragma unroll
@@ -96,11 +112,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) batch_x(const __grid_const
     }
 #endif
     if (threadIdx.x == 0) p.factors[m] = undo;
-    for (int k = 4 * threadIdx.x; k < p.K_padded; k += 4 * THREADS) {
-        Four v = {};
-        if (k < p.K) v = weighted(p, four_of(p, m, k), k);
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        Four v = kept[i];
+        const int k = 4 * (threadIdx.x + i * THREADS);
 #pragma unroll
         for (int e = 0; e < 4; e++) v.x[e] *= factor;
-        store_four(p, m, k, v);
+        if (k < p.K_padded) store_four(p, m, k, v);
     }
 }

@@ -55,6 +55,7 @@ class Work:
         tiles: of 16 outputs.
         processors: multiprocessors of the GPU.
         room: bytes of shared memory that a block may have.
+        warpgroups: whether four warps can multiply together (warpgroup.cu).
     """
 
     reading: Reading
@@ -63,6 +64,7 @@ class Work:
     tiles: int
     processors: int
     room: int
+    warpgroups: bool = False
 
     @property
     def values(self) -> int:
@@ -242,6 +244,12 @@ def shared_bytes_of(device: torch.device) -> int:
         return _SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
+
+
+@lru_cache(maxsize=64)
+def has_warpgroups(device: torch.device) -> bool:
+    """Whether a GPU has products of warpgroups: compute capability 9.0, and none after it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _device_of(weight: Packed | Tensor) -> torch.device:

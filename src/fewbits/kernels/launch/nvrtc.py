@@ -53,7 +53,9 @@ def cubin(source: str, defines: Defines, capability: int) -> bytes:
     From the user's cache folder if an earlier process left it there; a folder that cannot be read or written
     costs the time to compile again and nothing else.
     """
-    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
+    # Products of warpgroups are of compute capability 9.0 alone, and need its own architecture's name.
+    architecture = f"sm_{capability}{'a' if capability == 90 else ''}"
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines)]
     cache, name = _cache_of(source, options), f"{Path(source).stem}.cubin"
     with contextlib.suppress(OSError):
         file = None if cache is None else cache.get_file(name)
