@@ -11,11 +11,17 @@ from transformers import DynamicCache, StaticCache
 
 from fewbits.models.generation import loop
 from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.packed_cache import PackedCache
 from tests.models.emulated import count_steps, on_a_cpu
 from tests.models.test_decode_generate import model_of
-from tests.models.tiny import tokens
+from tests.models.test_model_step import ready
+from tests.models.test_model_step import steps as steps_of_modules
+from tests.models.tiny import tiny, tokens
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9}
+
+
+of_modules = pytest.fixture(name="of_modules")(steps_of_modules.__wrapped__)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -91,15 +97,132 @@ def test_what_goes_to_transformers_finds_the_cache_as_it_was(
 ) -> None:
     model, ids = model_of("llama"), tokens(1, 12)
     wanted = own(model, ids)
-    static = StaticCache(config=model.config, max_cache_len=40)
-    assert torch.equal(ours(model, ids, past_key_values=static), wanted) and not steps[0]
+    recording = DynamicCache(config=model.config)
+    recording.layers[0].record_past = True  # as speculation of transformers has it
+    assert torch.equal(ours(model, ids, past_key_values=recording), wanted) and not steps[0]
 
     def no_step(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(loop, "DecodeStep", no_step)
-    cache = DynamicCache(config=model.config)
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=40),
+        StaticCache(config=model.config, max_cache_len=20),
+    ):
+        with torch.no_grad():
+            model(ids[:, :6], past_key_values=cache)
+        assert torch.equal(ours(model, ids, past_key_values=cache), wanted) and not steps[0]
+        assert int(cache.get_seq_length()) == wanted.shape[1] - 1
+
+
+def caches(model: Any, kind: str) -> Any:
+    """Two equal caches: for a step, and to see what is right."""
+    makers = {
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=90),
+        "packed": lambda: PackedCache(
+            model.config, {"keys": "int8", "values": "int8", "newest": 6, "first": 2}
+        ),
+    }
+    return makers[kind](), makers[kind]()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "first"),
+    [
+        ("llama", "static", 7),
+        ("mistral", "dynamic", 25),
+        ("mistral", "static", 25),
+        ("llama", "packed", 7),
+    ],
+)
+def test_caches_of_every_kind_turn_after_turn(family: str, kind: str, first: int, steps: list[int]) -> None:
+    """Windows of 16 tokens, static tensors, few bits: each turn's tokens, and what the cache then holds."""
+    model, text = model_of(family, **({"head_dim": 64} if kind == "packed" else {})), tokens(2, first)
+    cache, right = caches(model, kind)
+    for turn in range(4):
+        steps[0], before = 0, text
+        text = ours(model, text, past_key_values=cache)
+        assert steps[0] == 8 and not decoding_of(model).said
+        follow(model, right, before, text)
+        compare(cache, right)
+        text = torch.cat([text, tokens(2, 4 + turn, seed=turn)], dim=1)
+
+
+@pytest.mark.parametrize("first", [7, 25])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_layers_of_two_kinds_through_the_models_own_modules(
+    kind: str, first: int, of_modules: list[int]
+) -> None:
+    """A step of a family that is not fused takes them over, and gives them back, as one of kernels does."""
+    model, text = ready(tiny("gemma2")), tokens(2, first)
+    cache, right = caches(model, kind)
+    for turn in range(3):
+        of_modules.clear()
+        before = text
+        text = ours(model, text, past_key_values=cache)
+        assert len(of_modules) == 8, decoding_of(model).said
+        follow(model, right, before, text)
+        compare(cache, right)
+        text = torch.cat([text, tokens(2, 4 + turn, seed=turn)], dim=1)
+
+
+@torch.no_grad()
+def follow(model: Any, cache: Any, before: Tensor, text: Tensor) -> None:
+    """Feed a cache what a turn has read and made; each new token is the likeliest one, up to rounding."""
+    length, read = before.shape[1], int(cache.get_seq_length())
+    pieces = [text[:, read:length], *text[:, length:-1].split(1, dim=1)]
+    for piece, new in zip(pieces, text[:, length:].split(1, dim=1), strict=True):
+        logits = model(piece, past_key_values=cache).logits[:, -1].float()
+        chosen = logits.gather(-1, new)[:, 0]
+        assert bool(((logits.amax(-1) - chosen) < 0.1 * logits.std(-1)).all())
+
+
+def compare(cache: Any, right: Any) -> None:
+    assert int(cache.get_seq_length()) == int(right.get_seq_length())
+    for mine, other in zip(cache.layers, right.layers, strict=True):
+        pairs = [(mine.keys, other.keys), (mine.values, other.values)]
+        if hasattr(mine, "heads"):
+            assert {
+                name: [t.shape for t in heads.tensors().values()] for name, heads in mine.heads.items()
+            } == {name: [t.shape for t in heads.tensors().values()] for name, heads in other.heads.items()}
+            pairs = [(mine.heads[name].read(None), heads.read(None)) for name, heads in other.heads.items()]
+            pairs += [(mine.heads[name].newest, heads.newest) for name, heads in other.heads.items()]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.1)
+
+
+def test_a_packed_prefix_for_padded_prompts(steps: list[int]) -> None:
+    """A cache that knows of the padding goes on; one that does not goes to transformers' loop."""
+    model, ids = model_of("llama", head_dim=64), tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padding, places = torch.tensor([5, 0]), (mask[:, :15].cumsum(-1) - 1).clamp(min=0)
+
+    def made(**how: Any) -> Any:
+        cache = PackedCache(model.config, {"keys": "int8", "values": "int8", "newest": 6, "first": 2}, **how)
+        with torch.no_grad():
+            model(ids[:, :15], attention_mask=mask[:, :15], position_ids=places, past_key_values=cache)
+        return cache
+
+    def run(cache: Any) -> Tensor:
+        steps[0] = 0
+        out: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        return out
+
+    known, right = made(padding=padding), made(padding=padding)
+    found = run(known)
+    assert steps[0] == 8
+    wanted = type(model).generate(model, ids, attention_mask=mask, past_key_values=right, **GREEDY)
+    assert torch.equal(found[:, :26], wanted[:, :26])
+    assert known.get_seq_length() == right.get_seq_length() == 32
+    for mine, other in zip(known.layers, right.layers, strict=True):
+        torch.testing.assert_close(mine.heads["keys"].first, other.heads["keys"].first, rtol=0.05, atol=0.1)
+    run(made())
+    assert not steps[0] and any("not made for the padding" in line for line in decoding_of(model).said)
+    cropped = made(padding=padding)
+    cropped.crop(-1)
     with torch.no_grad():
-        model(ids[:, :6], past_key_values=cache)
-    assert torch.equal(ours(model, ids, past_key_values=cache), wanted) and not steps[0]
-    assert cache.get_seq_length() == wanted.shape[1] - 1
+        run(cropped)
+    assert steps[0] == 8  # nine more tokens fill what was cropped away

@@ -41,7 +41,7 @@ from fewbits.models.generation.calls import (
 )
 from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import ModelStep, why_no_model_step
-from fewbits.models.generation.own_caches import give_back, length_of
+from fewbits.models.generation.own_caches import give_back, length_of, remember
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
@@ -130,17 +130,19 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     ):
         state.refused, state.no_kernels, state.refused_caches = "", "", {}  # the model is another one now
     no_kernels = state.no_kernels or why_not(model)
+    own = arguments.get("past_key_values")
+    in_step: KVCache | None = kind or getattr(own, "kind", None)  # of the caller's packed cache
     reason = (
         state.refused
-        or _why_no_step(model, no_kernels, arguments, kind)
+        or _why_no_step(model, no_kernels, arguments, in_step)
         or other_way(model, arguments)
         or drops(model)
     )
-    reason = reason or other_speculation(model, arguments) or why_not_cache(model, kind)
-    if kind is not None:
-        reason = reason or state.refused_caches.get(kind, "")
-        if option_of(model, arguments, "return_dict_in_generate"):
-            reason = reason or "the call asks for its cache, which is in few bits"
+    reason = reason or other_speculation(model, arguments) or why_not_cache(model, in_step)
+    if in_step is not None:
+        reason = reason or state.refused_caches.get(in_step, "")
+    if kind is not None and option_of(model, arguments, "return_dict_in_generate"):
+        reason = reason or "the call asks for its cache, which is in few bits"
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
@@ -149,7 +151,6 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
         return rest if len(args) > 2 else guarded(model, rest)
     # transformers hands a loop from outside neither a streamer nor a draft model.
     streamer, draft = arguments.get("streamer"), arguments.get("assistant_model")
-    own = arguments.get("past_key_values")
     loop = partial(_decode, beside=_Beside(streamer, draft, kind, own))
     rest = {name: value for name, value in keywords.items() if name != "assistant_model"}
     return {**with_stop_strings(rest), "custom_generate": loop}
@@ -210,8 +211,10 @@ def _decode(
                 raise Unsupported("another call of generate() runs on this model.")
             padding = left_padding(read, mask)
             _check_keywords(model, read, padding, keywords)
-            before = 0 if own_cache is None else length_of(own_cache, read)
-            how = HowToRead(kv_cache, embedded, generation_config.prefill_chunk_size, own_cache, before)
+            before = 0 if own_cache is None else length_of(own_cache, read, padding, end)
+            restore = None if own_cache is None else remember(own_cache)
+            piece = generation_config.prefill_chunk_size
+            how = HowToRead(kv_cache, embedded, piece, own_cache, before, restore)
             prompt = state.prompts.read(model, read, padding, how)
             if state.prompts.refused:
                 state.say(state.prompts.refused.rstrip("."), "short prompts are read launch by launch")
@@ -335,8 +338,8 @@ def _ready_or_as_before(
     try:
         return _ready(state, model, input_ids, prompt, padding, mask, end)
     except Unsupported:
-        if how.cache is not None:
-            how.cache.crop(how.before - input_ids.shape[1])
+        if how.restore is not None:
+            how.restore()
         raise
 
 
@@ -471,17 +474,16 @@ def _prove(
         raise Unsupported("the prompt's logits are NaN or infinite, with which no step can be compared.")
     step.tokens.copy_(prompt.logits.argmax(-1))
     longer = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-    plain = step.kv_cache is None  # such a cache forgets a token without loss, and a copy takes its memory
-    cache = prompt.cache if plain else deepcopy(prompt.cache)
+    restore = remember(prompt.cache)
     try:
         with products_in_16_bits(model):
-            apart = step.difference(model, cache, longer)
+            apart = step.difference(model, prompt.cache, longer)
     except Unsupported as error:
         state.step = None
         _refuse(state, step.kv_cache, str(error).rstrip("."))
         raise
-    if plain:
-        cache.crop(-1)
+    finally:
+        restore()
     if not apart <= _EXACT.get(step.keys[0].dtype, ROUNDING * len(step.keys) ** 0.5):
         state.step = None
         how = "through its kernels" if isinstance(step, DecodeStep) else "over fixed places for its keys"

@@ -285,7 +285,7 @@ class ModelStep:
 
         Args:
             model: the model.
-            cache: its own cache of what stands before; the model's forward adds one token to it.
+            cache: its own cache of what stands before; the model's forward adds two tokens to it.
             attention_mask: (batch, tokens before and one more), or None.
 
         Raises:
@@ -308,7 +308,6 @@ class ModelStep:
             self.tokens.copy_(theirs.argmax(-1))
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         self.position.sub_(2)
-        cache.crop(-1)
         return max(apart)
 
 

@@ -18,6 +18,7 @@ from fewbits.kernels.generation.packed_attention import (
     empty_cache,
     why_not_packed,
 )
+from fewbits.models.generation.own_caches import stored_tokens
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,16 +101,18 @@ def fill_step(step: Any, cache: Any, length: int) -> None:
     from fewbits.models.generation.packed_cache import PackedLayer
 
     for i, layer in enumerate(cache.layers):
-        if layer.get_seq_length() != length or isinstance(layer, PackedLayer) != (i in step.packed):
+        if int(layer.get_seq_length()) != length or isinstance(layer, PackedLayer) != (i in step.packed):
             raise Unsupported("the model's cache does not hold the whole prompt.")
         if isinstance(layer, PackedLayer):
             for which, heads in layer.heads.items():
+                if heads.newest.shape[2] != min(length, layer.kind.newest):
+                    raise Unsupported("the packed cache was cropped, and its newest tokens are too few.")
                 step.packed[i].fill(which, heads.codes, heads.scales, heads.newest, heads.first)
             continue
-        if layer.keys.shape[-2] != length:
-            raise Unsupported("the model's cache does not hold the whole prompt.")
-        step.keys[i][:, :, :length] = layer.keys
-        step.values[i][:, :, :length] = layer.values
+        keys, values = stored_tokens(layer, length)
+        begin = length - keys.shape[2]
+        step.keys[i][:, :, begin:length] = keys
+        step.values[i][:, :, begin:length] = values
 
 
 def packed_keywords(

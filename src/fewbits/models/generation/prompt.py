@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class HowToRead:
         piece: so many tokens at a time; None: all, if the memory allows it.
         cache: where its keys and values go; None: a new one.
         before: tokens that stand in ``cache`` already.
+        restore: makes ``cache`` again what it was before it was read into.
     """
 
     kind: KVCache | None = None
@@ -66,6 +68,7 @@ class HowToRead:
     piece: int | None = None
     cache: Any = None
     before: int = 0
+    restore: Callable[[], None] | None = None
 
 
 WHOLE = HowToRead()
