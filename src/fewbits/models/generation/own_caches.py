@@ -43,8 +43,8 @@ def _is_known(layer: Any) -> bool:
 
     from fewbits.models.generation.packed_cache import PackedLayer
 
-    known = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, PackedLayer)
-    if type(layer) not in known or getattr(layer, "record_past", False):
+    classes = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, PackedLayer)
+    if type(layer) not in classes or getattr(layer, "record_past", False):
         return False
     # Earlier versions of transformers count a static layer's tokens by looking at them.
     return not isinstance(layer, StaticLayer) or isinstance(getattr(layer, "cumulative_length", None), Tensor)
