@@ -117,6 +117,24 @@ def test_equal_prompts_are_read_once_and_long_ones_in_pieces(monkeypatch: pytest
     assert sum(n for n in read if n > 1) <= sum(map(len, prompts)) and max(read) == 8
 
 
+def test_a_long_prompt_does_not_stall_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven pieces of it and the short prompt again: at most four between two steps of a text that waits."""
+    model, asked = model_of("llama"), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+    monkeypatch.setitem(live._PIECE_TOKENS, "cpu", 8)
+    short, long = (Row(i, tuple(tokens(1, n, seed=i)[0].tolist())) for i, n in enumerate((5, 88)))
+    lengths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    more = [Row(i, short.ids) for i in range(2, 6)]
+    texts = {t.row.index: t for t in answers(model, [short, long, *more], asked, slots=6)}
+    first = lengths.index(8)
+    pieces = "".join("p" if n > 1 else "s" for n in lengths[first:])
+    assert pieces.count("p") == 12 and max(map(len, pieces.split("s"))) == 4
+    for row in (short, long):
+        assert texts[row.index].tokens == alone(model, row, asked)
+
+
 def test_prompts_read_together_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: several short prompts in one forward, padded on the left."""
     model, asked = model_of("qwen3"), {"max_new_tokens": 6, "do_sample": False}

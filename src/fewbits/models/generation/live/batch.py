@@ -3,8 +3,8 @@
     for text in LiveBatch(slots, prompts, settings).run(rows):   # in the order in which they end
 
 Between two looks at the tokens, `look_every` steps run without the host: what a text makes behind its end
-is dropped. Reading prompts goes on beside it, one forward a look, or without steps between while fewer than
-half of the slots are in use.
+is dropped. Reading prompts goes on beside it, one forward a look, or while fewer than half of the slots are
+in use as many as read four pieces of a long prompt: texts that are being made never wait for all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from fewbits.models.generation.live.prompts import Prompts
 from fewbits.models.generation.live.rows import Request, Row, Text, chosen
 from fewbits.models.generation.live.slots import Slots
+
+_PIECES_IN_A_ROW = 4  # of prompts, while texts wait
 
 
 class LiveBatch:
@@ -47,15 +49,17 @@ class LiveBatch:
 
     def _join(self, waiting: deque[Row]) -> None:
         """Prompts into free slots, each with its first token."""
-        turns, joined = 0, []
+        turns, tokens_read, joined = 0, 0, []
+        most = _PIECES_IN_A_ROW * self.prompts.most_tokens
         while waiting and len(self.texts) < self.slots.count:
             read = self.prompts.ready.get(waiting[0].prompt)
             if read is None:
-                if turns and 2 * len(self.texts) >= self.slots.count:
+                enough = 2 * len(self.texts) >= self.slots.count or (self.texts and tokens_read >= most)
+                if turns and enough:
                     break
                 free = self.slots.count - len(self.texts)
                 self.prompts.turn([row.prompt for row, _ in zip(waiting, range(free), strict=False)])
-                turns += 1
+                turns, tokens_read = turns + 1, tokens_read + self.prompts.tokens_of_turn
                 continue
             text = Text(waiting[0], self.request_of(waiting.popleft()))
             self.slots.put(len(self.texts), read)

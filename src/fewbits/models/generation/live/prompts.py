@@ -74,6 +74,7 @@ class Prompts:
         together: whether several short prompts share a forward. Their sums come about in another order then.
         adapters: told whose prompts a forward reads; None: every prompt has the active one.
         ready: what was read last.
+        tokens_of_turn: how many the last forward read, padding included.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Prompts:
         self.model, self.most_tokens, self.together = model, most_tokens, together
         self.adapters = adapters
         self.ready: dict[Prompt, Read] = {}
+        self.tokens_of_turn = 0
         self._turns: Iterator[None] | None = None
 
     def turn(self, prompts: Sequence[Prompt]) -> None:
@@ -123,6 +125,7 @@ class Prompts:
         cache = DynamicCache()  # without a config: layers of a sliding window keep all tokens too
         for begin in range(0, length, self.most_tokens):
             end = min(begin + self.most_tokens, length)
+            self.tokens_of_turn = (end - begin) * len(group)
             if self.adapters is not None:  # steps between two pieces have told theirs
                 self.adapters.next_rows([prompt.adapter for prompt in group])
             out = self.model(
