@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import Unsupported
 from fewbits.models.fast import with_methods
-from fewbits.models.generation import loop
+from fewbits.models.generation import loop, prompt_graph
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.model_step import HostReads, ModelStep, why_no_model_step
 from tests.models.emulated import on_a_cpu
@@ -138,6 +140,16 @@ def test_what_users_pass(steps: list[int]) -> None:
     model.generate(given["input_ids"][1:2], **GREEDY, streamer=ours)
     type(model).generate(model, given["input_ids"][1:2], **GREEDY, streamer=theirs)
     assert ours.seen == theirs.seen and ours.seen[-1] == -1
+
+
+def test_inference_mode_and_back() -> None:
+    model, ids = ready(tiny("gemma2")), tokens(2, 20)
+    with torch.inference_mode():
+        first = model.generate(ids, **GREEDY)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **GREEDY), first)
+        with torch.inference_mode():
+            assert torch.equal(model.generate(ids, **GREEDY), first)
 
 
 def test_scores_and_caches_come_back() -> None:
@@ -270,6 +282,20 @@ def test_a_recording_that_fails_leaves_transformers_loop(
     assert (
         not steps and "cannot be recorded" in decoding_of(model).refused and decoding_of(model).step is None
     )
+
+
+def test_a_model_is_not_kept_by_what_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step and its prompts' graphs go with it."""
+    monkeypatch.setattr(prompt_graph, "_records", lambda model: True)
+    model, ids = ready(tiny("gemma2")), tokens(2, 20)
+    for _ in range(3):
+        model.generate(ids, **GREEDY)
+    state = decoding_of(model)
+    assert isinstance(state.step, ModelStep) and state.prompts.graphs
+    alive, step = ref(model), ref(state.step)
+    del model, state
+    gc.collect()
+    assert alive() is None and step() is None
 
 
 def test_what_is_known_not_to_work() -> None:

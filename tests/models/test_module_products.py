@@ -57,6 +57,16 @@ def test_a_linear_that_is_called_twice_keeps_its_first_answer() -> None:
     assert torch.equal(first, kept) and not torch.equal(first, second)
 
 
+@torch.no_grad()
+def test_what_inference_mode_prepares_is_used_outside_of_it() -> None:
+    linear = packed(128, 96)
+    products, x = ModuleProducts(linear, CPU), torch.randn(1, 128, dtype=BF16)
+    with torch.inference_mode(), products.in_place():
+        first = linear(x).clone()
+    with products.in_place():
+        assert torch.equal(linear(x), first)
+
+
 def test_what_the_kernels_do_not_take_goes_its_own_way() -> None:
     linear = packed(128, 96)
     products = ModuleProducts(linear, CPU)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -158,7 +159,8 @@ class ModelStep:
         Raises:
             Unsupported: the cache is not one of keys and values by position.
         """
-        self.model, self.rows, self.batch, self.room = model, batch, batch, room
+        self.rows, self.batch, self.room = batch, batch, room
+        self._model = ref(model)  # what is kept for a model must not keep it
         self.packed: dict[int, Any] = {}
         self._kinds, self._window = kinds_of(model.config.get_text_config())
         self._layers = fixed_layers(like, batch, room)
@@ -220,8 +222,10 @@ class ModelStep:
             layer.places = places
         kinds = sorted(self._kinds)
         dtype = self._layers[0].keys.dtype
-        with products_in_16_bits(self.model), self._products.in_place():
-            out = self.model(
+        model = self._model()
+        assert model is not None
+        with products_in_16_bits(model), self._products.in_place():
+            out = model(
                 input_ids=self.tokens[:, None],
                 position_ids=(position - first)[:, None],
                 attention_mask=masks(kinds, self._places, position, first, self._window, dtype),

@@ -24,6 +24,7 @@ from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspac
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.few_rows import FewRows
 from fewbits.kernels.generation.operands import Product
+from fewbits.nn.lasting import lasting_tensors
 from fewbits.nn.linear import QuantizedLinear
 
 _FEWEST_OF_A_BATCH = 3  # rows, as in a decode step
@@ -66,7 +67,8 @@ class ModuleProducts:
         key = (number, rows, x.dtype)
         if key not in self._calls:
             try:
-                self._calls[key] = self._prepared(linear, rows, x)
+                with lasting_tensors():
+                    self._calls[key] = self._prepared(linear, rows, x)
             except (Unsupported, BadInput):
                 self._refused.add(number)
                 return type(linear).forward(linear, x)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ class _PromptGraph:
     """The forward of some prompts of one length."""
 
     def __init__(self, model: Any, size: tuple[int, int], device: torch.device) -> None:
-        self.model = model
+        self._model = ref(model)  # what is kept for a model must not keep it
         self.ids = torch.zeros(size, dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
         self.positions = torch.arange(size[1], device=device)[None].repeat(size[0], 1)
@@ -150,7 +151,9 @@ class _PromptGraph:
         from transformers import DynamicCache
 
         cache = DynamicCache()  # without a config every layer keeps all tokens
-        out = self.model(
+        model = self._model()
+        assert model is not None
+        out = model(
             input_ids=self.ids,
             position_ids=self.positions,
             past_key_values=cache,
