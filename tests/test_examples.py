@@ -38,6 +38,10 @@ def test_qlora(model_folder, tmp_path, monkeypatch):
     assert adapted.peft_config["default"].r == 16
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged")
     assert not hasattr(merged.config, "quantization_config")
+    monkeypatch.setattr(sys, "argv", ["qlora.py", str(model_folder), str(tmp_path / "out"), "1"])
+    before = (tmp_path / "out" / "merged" / "model.safetensors").read_bytes()
+    runpy.run_path(str(EXAMPLES / "qlora.py"))  # again in the same folder, as people do
+    assert (tmp_path / "out" / "merged" / "model.safetensors").read_bytes() != before
 
 
 def test_only_the_import_line_differs_from_an_unsloth_script():

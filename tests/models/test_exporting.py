@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,15 @@ def test_several_methods_give_a_file_each(tmp_path: Path) -> None:
     assert [r.path.name for r in receipts] == ["base-Q8_0.gguf", "base-Q6_K.gguf"]
     assert receipts[0].kl < receipts[1].kl
     with pytest.raises(BadInput, match="not empty"):
-        model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0")
+        model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0", overwrite=False)
+    six = (tmp_path / "out" / "base-Q6_K.gguf").read_bytes()
+    model.save_pretrained_gguf(tmp_path / "out", tokenizer, ["q8_0", "q5_0"])  # joins the earlier export
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *(f"base-{kind}.gguf" for kind in ("Q8_0", "Q6_K", "Q5_0")),
+        "export.json",
+    }
+    assert (tmp_path / "out" / "base-Q6_K.gguf").read_bytes() == six
+    assert len(json.loads((tmp_path / "out" / "export.json").read_text())) == 3
     mine = tmp_path / "out" / "mine.gguf"
     mine.write_text("not of that export")
     model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0", overwrite=True)

@@ -289,6 +289,31 @@ def test_a_wrong_result_is_caught_and_nothing_is_written(tmp_path, monkeypatch):
     assert {p.name for p in tmp_path.iterdir()} == {"base"}
 
 
+def test_a_script_that_runs_again_replaces_what_it_wrote_and_nothing_else(tmp_path, caplog):
+    model, tokenizer = trained(tmp_path / "base")
+    for method in ("merged_16bit", "merged_4bit", "lora"):
+        place = tmp_path / method
+        model.save_pretrained_merged(place, tokenizer, save_method=method)
+        before = {p.name: p.read_bytes() for p in place.glob("*.safetensors")}
+        perturb(model, seed=len(method))
+        (place / "mine.txt").write_text("mine")
+        with pytest.raises(BadInput, match="exists and is not empty"):
+            model.save_pretrained_merged(place, tokenizer, save_method=method, overwrite=False)
+        caplog.clear()
+        model.save_pretrained_merged(place, tokenizer, save_method=method)
+        assert "is replaced" in caplog.text and (place / "mine.txt").read_text() == "mine"
+        after = {p.name: p.read_bytes() for p in place.glob("*.safetensors")}
+        assert after.keys() == before.keys() and after != before
+    shutil.copytree(tmp_path / "base", tmp_path / "theirs")  # a model that no merge wrote
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("a")
+    for place in ("theirs", "notes"):
+        with pytest.raises(BadInput, match="exists and is not empty"):
+            model.save_pretrained_merged(tmp_path / place, tokenizer)
+    with pytest.raises(BadInput, match="never overwritten"):
+        model.save_pretrained_merged(tmp_path / "base", tokenizer, overwrite=True)
+
+
 def test_what_is_refused(tmp_path):
     model, tokenizer = trained(tmp_path / "base")
     with pytest.raises(BadInput, match="save_method"):

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import glob
 import json
+import logging
 import os
 import re
 import secrets
@@ -33,6 +34,7 @@ from safetensors import SafetensorError
 from fewbits.errors import BadInput, FewbitsError
 from fewbits.words import size
 
+logger = logging.getLogger("fewbits")
 MODEL, ADAPTER = "config.json", "adapter_config.json"  # the file that tells what a folder holds
 _OWNER, _NEW, _OLD = "owner.json", "new", "old"
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
@@ -112,6 +114,28 @@ def whole_folder(
         raise _write_error(target, error) from error
     finally:
         _discard(partial)
+
+
+def replaces_own(target: Path | str, mark: str, overwrite: bool | None) -> bool:
+    """Whether a call that writes a folder may replace the one that is there.
+
+    Args:
+        target: the folder.
+        mark: the file that such a call leaves in what it writes.
+        overwrite: what the caller said; None, nothing: what an earlier such call wrote is replaced, as
+            transformers' ``save_pretrained`` does when a script runs again, and nothing else is.
+
+    Returns:
+        What to say to `whole_folder`.
+    """
+    if overwrite is not None:
+        return overwrite
+    is_own = (Path(target).expanduser() / mark).is_file()
+    if is_own:
+        logger.warning(
+            "%s was written by an earlier such call, and is replaced; overwrite=False refuses.", target
+        )
+    return is_own
 
 
 def check_destination(

@@ -7,6 +7,7 @@ does not enter), read shard by shard; otherwise the dequantised weight. The rece
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import ADAPTER, check_destination, whole_folder
+from fewbits.models.folders.whole_folder import ADAPTER, check_destination, replaces_own, whole_folder
 from fewbits.models.merging.experts import WholeMerger, has_experts
 from fewbits.models.merging.merger import TOKENIZER_FILES, Merger, MergeReceipt
 from fewbits.models.packing.packed import recipe_of
@@ -28,6 +29,7 @@ from fewbits.recipes import Recipe, Rule, get_recipe
 if TYPE_CHECKING:
     from torch import nn
 
+RECEIPT = "merge.json"  # in every folder that a merge has written
 SAVE_METHODS = ("merged_16bit", "merged_4bit", "lora")
 _SHARD_BYTES = 5_000_000_000
 # Names that Unsloth's method takes; these choose nothing here.
@@ -49,7 +51,7 @@ def save_pretrained_merged(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = _SHARD_BYTES,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     **options: Any,
 ) -> MergeReceipt | None:
     """Save base and adapter as one model, whole or not at all.
@@ -62,8 +64,9 @@ def save_pretrained_merged(
             (adapter only).
         dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
         max_shard_size: bytes of one file, where the original's shards do not decide it.
-        overwrite: replace a model (for "lora": an adapter) that is in the folder, by one rename; False
-            refuses a folder that is not empty.
+        overwrite: None: what an earlier call of this method wrote is replaced, by one rename, any other
+            folder that is not empty refused. True: replace any model (for "lora": an adapter) that is in the
+            folder. False: refuse a folder that is not empty.
         options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
 
     Returns:
@@ -78,6 +81,7 @@ def save_pretrained_merged(
         save_method, save_method
     )
     _check_options(method, options)
+    overwrite = replaces_own(save_directory, ADAPTER if method == "lora" else RECEIPT, overwrite)
     if method == "lora":
         _save_adapter(model, save_directory, tokenizer, overwrite)
         return None
@@ -88,12 +92,21 @@ def save_pretrained_merged(
     if method == "merged_16bit":
         with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
             error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
+            _mark(folder, method)
         return merger.receipt(save_directory, method, error, tolerance)
     with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
         error, tolerance = merger.write(folder / "16bit", tokenizer, _as_bytes(max_shard_size))
         _pack(base, folder / "16bit", folder)
         shutil.rmtree(folder / "16bit")
+        _mark(folder, method)
     return merger.receipt(save_directory, method, error, tolerance)
+
+
+def _mark(folder: Path, method: str) -> None:
+    """Leave word of who wrote this, by which a later call knows what it may replace."""
+    (folder / RECEIPT).write_text(
+        json.dumps({"written_by": "fewbits", "save_method": method}) + "\n", "utf-8"
+    )
 
 
 def _merger_of(base: nn.Module, dtype: torch.dtype) -> Merger:

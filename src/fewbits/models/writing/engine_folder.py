@@ -26,7 +26,7 @@ from fewbits.host.transposed import is_conv1d
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.checkpoint import INDEX, WEIGHTS
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import check_destination, whole_folder
+from fewbits.models.folders.whole_folder import check_destination, replaces_own, whole_folder
 from fewbits.models.merging.merge import save_pretrained_merged as save_merged
 from fewbits.models.merging.merger import MergeReceipt
 from fewbits.models.writing.exported_weights import ExportedWeights
@@ -71,7 +71,8 @@ def save_pretrained_merged(
                 raise BadInput(f"save_method={save_method!r} knows no option {name}; leave it out.")
         return save_merged(model, save_directory, tokenizer, save_method, **options)
     codec = codec_for(*chosen)  # refuses before anything is read
-    overwrite, check = bool(options.pop("overwrite", False)), bool(options.pop("check", True))
+    overwrite = replaces_own(save_directory, RECEIPT, options.pop("overwrite", None))
+    check = bool(options.pop("check", True))
     rows = options.pop("calibrate", None)
     check_options("save_pretrained_merged", options)
     if codec.wants_inputs and rows is None:

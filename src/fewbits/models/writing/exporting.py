@@ -31,7 +31,7 @@ from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.formats.base import Packed
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import check_destination, whole_folder
+from fewbits.models.folders.whole_folder import check_destination, replaces_own, whole_folder
 from fewbits.models.merging.merge import IGNORED_OPTIONS
 from fewbits.models.writing.exported_weights import ExportedWeights
 from fewbits.models.writing.proof import RECEIPT, ExportReceipt
@@ -48,7 +48,7 @@ def save_pretrained_gguf(
     tokenizer: Any = None,
     quantization_method: str | Sequence[str] = "q8_0",
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     calibrate: str | Path | None = None,
     check: bool = True,
     **options: Any,
@@ -60,8 +60,9 @@ def save_pretrained_gguf(
         save_directory: the folder to write; never the one that the model was loaded from.
         tokenizer: the model's; None takes the one in the folder that the model was loaded from.
         quantization_method: such as "q8_0", "q4_k_m", "q6_k", "f16"; a list writes a file for each.
-        overwrite: replace an earlier export in the folder with all files that it wrote, also those of other
-            methods; what else lies there stays. False refuses a folder that is not empty.
+        overwrite: None: in the folder of an earlier export a file of the same name is replaced, and all else
+            stays. True: all files that it wrote go, also those of other methods; what else lies there stays.
+            False: a folder that is not empty is refused.
         calibrate: a JSON Lines file of "text" or "messages"; by what each linear is given on it, columns
             count more or less where weights are rounded (llama.cpp's importance matrix). None: all alike.
         check: read the file back and compare; without, the receipt says that nothing was proved.
@@ -81,6 +82,8 @@ def save_pretrained_gguf(
     import_gguf()
     base = unwrap(model)
     read = files_read(base)
+    joins = overwrite is None  # files of other methods stay, as when a script writes one after the other
+    overwrite = replaces_own(save_directory, RECEIPT, overwrite)
     check_destination(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read)
     weights = ExportedWeights(base, tokenizer)
     architecture_of(base.config.get_text_config())
@@ -88,24 +91,26 @@ def save_pretrained_gguf(
     if calibrate is not None:
         work.calibrate(calibrate)
     receipts = []
-    earlier = _files_of_earlier(Path(save_directory)) if overwrite else []
+    told = _earlier(Path(save_directory)) if overwrite else {}
+    earlier = [] if joins else [name for name in told if name.endswith(".gguf")]
     with whole_folder(
         save_directory, overwrite=overwrite, marker=RECEIPT, protected=read, replaced=earlier
     ) as folder:
         for method in methods:
             receipts.append(work.write(folder, method))
         lines = {r.path.name: str(r).splitlines() for r in receipts}
+        lines = {**told, **lines} if joins else lines
         (folder / RECEIPT).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
     return receipts[0] if one else receipts
 
 
-def _files_of_earlier(folder: Path) -> list[str]:
-    """The files that an export in ``folder`` names in its receipt; none where there is none."""
+def _earlier(folder: Path) -> dict[str, list[str]]:
+    """What an export in ``folder`` tells of each of its files; nothing where there is none."""
     try:
         lines = json.loads((folder.expanduser() / RECEIPT).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return []
-    return [name for name in lines if name.endswith(".gguf")] if isinstance(lines, dict) else []
+        return {}
+    return lines if isinstance(lines, dict) else {}
 
 
 def _as_list(names: str | Sequence[str]) -> list[str]:
