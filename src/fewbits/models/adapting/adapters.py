@@ -292,6 +292,7 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
             )
         return targets
     names = {targets} if isinstance(targets, str) else set(targets)
+    names = _as_the_model_has_them(names, linears)
     if spec is not None:
         aliases = {part: fused for fused, parts in spec.fused.items() for part in parts}
         names = {aliases.get(name, name) for name in names}
@@ -309,6 +310,14 @@ def resolve_targets(model: nn.Module, targets: Any, linears: Mapping[str, nn.Mod
         wrong = ", ".join(missing) or "(none given)"
         raise SpecMismatch(f"LoRA targets match no linear of this model: {wrong}; it has {listed(linears)}.")
     return sorted(names)
+
+
+def _as_the_model_has_them(names: set[str], linears: Mapping[str, nn.Module]) -> set[str]:
+    """Gate and up by their own names where a model has two linears of what others store as one."""
+    own = {_last(name) for name in linears}
+    if "gate_up_proj" in names and "gate_up_proj" not in own and own >= {"gate_proj", "up_proj"}:
+        return names - {"gate_up_proj"} | {"gate_proj", "up_proj"}
+    return names
 
 
 def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:

@@ -60,7 +60,10 @@ class NamedTemplate:
     @property
     def parts(self) -> tuple[str, str]:
         """What a user's turn and an answer begin with, as ``train_on_responses_only`` takes them."""
-        return self.user[0], (self.assistant[0] if self.prompt is None else self.prompt) or self.user[1]
+        answer = self.assistant[0]
+        if self.prompt is not None and not (answer and self.prompt.startswith(answer)):
+            answer = self.prompt
+        return self.user[0], answer or self.user[1]
 
     def text(self, end: str, words: Words | None = None, *, begins: bool = False) -> str:
         """The template in Jinja, as ``tokenizer.chat_template`` holds it.
@@ -126,6 +129,10 @@ TEMPLATES: dict[str, NamedTemplate] = {
         **_CHATML,  # type: ignore[arg-type]
         default_system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
     ),
+    "qwen3-thinking": NamedTemplate(
+        **_CHATML,  # type: ignore[arg-type]
+        prompt="<|im_start|>assistant\n<think>\n",
+    ),
     "llama-3": NamedTemplate(
         user=("<|start_header_id|>user<|end_header_id|>\n\n", "{end}"),
         assistant=("<|start_header_id|>assistant<|end_header_id|>\n\n", "{end}"),
@@ -186,6 +193,9 @@ ALIASES = {
     "qwen2.5": "qwen",
     "qwen-2.5": "qwen",
     "qwen25": "qwen",
+    "qwen3": "chatml",
+    "qwen-3": "chatml",
+    "qwen3-instruct": "chatml",
     "gemma2": "gemma",
     "gemma-2": "gemma",
     "gemma3": "gemma",

@@ -35,6 +35,8 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     of_class = type(model).generate
     if isinstance(kwargs.get("input_ids"), Mapping):  # of apply_chat_template, which once gave the ids alone
         kwargs = {**kwargs.pop("input_ids"), **kwargs}
+    if args and isinstance(args[0], Mapping):
+        args, kwargs = args[1:], {**args[0], **kwargs}
     arguments = inspect.signature(of_class).bind_partial(model, *args, **kwargs).arguments
     arguments = {**arguments, **arguments.pop("kwargs", {})}
     ids = _prompt_of(arguments)

@@ -27,6 +27,7 @@ _CHOOSES_NOTHING = {
     "gpu_memory_utilization": "it concerns vLLM",
     "disable_log_stats": "it concerns vLLM",
     "random_state": "loading draws no random numbers",
+    "unsloth_tiled_mlp": "the memory plan chooses what of an MLP is kept, recomputed or offloaded",
     "float32_mixed_precision": "the Trainer's bf16/fp16 options decide the precision of training",
 }
 # Names of Unsloth's that would change the result: refused unless off.
@@ -36,7 +37,6 @@ _REFUSED = {
     "qat_scheme": "pass recipe='int4_qat' for quantisation-aware training",
     "rope_scaling": "a larger max_seq_length stretches positions; set others in config.json",
     "offload_embedding": "name the embedding's device in device_map",
-    "unsloth_tiled_mlp": "the model's own MLP is used",
     "layers_pattern": "name layers with layers_to_transform, or target_modules as a regular expression",
 }
 PEFT_CHOOSES_NOTHING = {

@@ -54,6 +54,8 @@ def with_experts(model: nn.Module, spec: ModelSpec | None, fields: dict[str, Any
         }
     else:
         names = {targets} if isinstance(targets, str) else set(targets)
+        if "gate_up_proj" in names & {*weights}:  # Unsloth's notebooks name it beside the two, or alone
+            names = names - {"gate_up_proj"} | {*_BOTH}
     meant = names & {*weights, *(_BOTH if "gate_up_proj" in weights else ())}
     if not meant:
         return fields
