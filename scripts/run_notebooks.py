@@ -60,7 +60,8 @@ _HARMONY = (
     "<|message|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 _FAMILIES = (
-    ("qwen2.5-vl", "qwen2_5_vl"), ("gpt-oss", "gpt_oss"), ("gemma", "gemma3_text"), ("qwen3", "qwen3"),
+    ("qwen2.5-vl", "qwen2_5_vl"), ("gpt-oss", "gpt_oss"), ("vision", "gemma3"),
+    ("gemma", "gemma3_text"), ("moe", "qwen3_moe"), ("-a3b", "qwen3_moe"), ("qwen3", "qwen3"),
     ("qwen", "qwen2"), ("mistral", "mistral"), ("zephyr", "mistral"), ("bert", "modernbert"), ("", "llama"),
 )  # fmt: skip
 
@@ -77,6 +78,10 @@ def tokenizer_of() -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         additional_special_tokens=_TOKENS[3:],
+        extra_special_tokens={
+            "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+            "image_token": "<image_soft_token>",
+        },
     )  # fmt: skip
     made.chat_template = _CHATML
     return made
@@ -133,13 +138,42 @@ def model_folder(name: str, place: Path) -> str:
             chat_template=_CHATML,
         ).save_pretrained(folder)
         return str(folder)
-    more = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "gpt_oss" else {}
+    if family == "gemma3":
+        return vision_folder(folder, text, tokenizer)
+    more = {
+        "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    }.get(family, {})
     config = AutoConfig.for_model(family, **text, **more)
     kind = AutoModelForMaskedLM if family == "modernbert" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder)
     if family == "gpt_oss":
         tokenizer.chat_template = _HARMONY
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def vision_folder(folder: Path, text: dict[str, Any], tokenizer: Any) -> str:
+    """A tiny Gemma 3 that sees, with a processor that needs Pillow alone."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    begin, end, soft = (
+        _TOKENS.index(t) for t in ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    )
+    ids = {"boi_token_index": begin, "eoi_token_index": end, "image_token_index": soft}
+    text = {**text, "model_type": "gemma3_text"}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    template = _CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
+    Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4).save_pretrained(folder)
     return str(folder)
 
 
@@ -153,6 +187,8 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     table: tuple[tuple[str, Callable[[], dict[str, Any]]], ...] = (
         ("gpt4-korean", lambda: korean),
         ("finetome", lambda: {"conversations": talk}),
+        ("guanaco", lambda: {"conversations": talk}),
+        ("openhermes", lambda: {"conversations": talk}),
         (
             "openmathreasoning",
             lambda: {"problem": "1 + 1?", "generated_solution": "It is 2.", "expected_answer": "2"},
@@ -165,6 +201,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
         ("wikipedia", lambda: {"title": "Blue", "text": "Blue is a colour."}),
         ("stories", lambda: {"text": "Once upon a time there was a blue ball."}),
         ("thinking", lambda: {"messages": chat}),
+        ("emotion", lambda: {"text": "Blue is one.", "label": 1}),
         ("latex", lambda: {"image": picture(), "text": "x^2"}),
         ("chess", lambda: {"task": "Next?", "input": "e4", "expected_output": "e5"}),
         ("titanic", lambda: {"Age": "22"}),
@@ -188,11 +225,12 @@ def picture() -> Any:
     return Image.new("RGB", (56, 56), (20, 40, 200))
 
 
-def load_dataset(name: str, *args: Any, split: str | None = None, **options: Any) -> Any:
+def load_dataset(path: str, *args: Any, split: str | None = None, **options: Any) -> Any:
     """A stand-in for that of ``datasets``."""
+    options.pop("name", None)
     from datasets import Dataset, DatasetDict
 
-    data = Dataset.from_list(rows_of(name))
+    data = Dataset.from_list(rows_of(path))
     if split is None:
         return DatasetDict(dict.fromkeys(("train", "test", "train_prefs", "test_prefs"), data))
     return data
@@ -219,8 +257,9 @@ def run_here(path: Path, place: Path) -> str:
 
     datasets.load_dataset = load_dataset  # of this process
     module = types.ModuleType("__main__")
+    kind = "-vision" if "gemma3" in path.stem.lower() and "vision" in path.stem.lower() else ""
     for number, cell in enumerate(cells_of(path), 1):
-        cell = _NAMED.sub(lambda m: f"{m[1]}{named(m[2], place)!r}", cell)
+        cell = _NAMED.sub(lambda m: f"{m[1]}{named(m[2] + kind, place)!r}", cell)
         try:
             exec(compile(cell, f"cell {number}", "exec"), module.__dict__)  # noqa: S102 - that is what it is for
         except BaseException as error:  # noqa: BLE001 - told in the table
@@ -241,7 +280,8 @@ def run_here(path: Path, place: Path) -> str:
 
 def named(name: str, place: Path) -> str:
     """A folder that the notebook has written, or a tiny model."""
-    return name if Path(name).is_dir() else model_folder(name, place)
+    saved = Path(name.removesuffix("-vision"))
+    return str(saved) if saved.is_dir() else model_folder(name, place)
 
 
 def main() -> None:

@@ -102,7 +102,13 @@ _HOMES = {
 
 # Further names of Unsloth's notebooks: the same things again, and what is refused with the way.
 _HOMES |= dict.fromkeys(
-    ("get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt"),
+    (
+        "apply_chat_template",
+        "get_chat_template",
+        "standardize_data_formats",
+        "standardize_sharegpt",
+        "to_sharegpt",
+    ),
     "fewbits.chat_templates",
 )
 _HOMES |= {"train_on_responses_only": "fewbits.chat_templates", "is_bf16_supported": "fewbits.front.unsloth"}
@@ -112,8 +118,6 @@ _HOMES |= dict.fromkeys(
 )
 _RUNS_CODE = "runs what a model wrote; take a sandbox of your own, such as a container without network"
 _REFUSED = {
-    "apply_chat_template": "writes rows by a template's text; put the text into a file, as a Jinja template,"
-    " and call get_chat_template(tokenizer, file)",
     "check_python_modules": _RUNS_CODE,
     "create_locked_down_function": _RUNS_CODE,
     "execute_with_time_limit": _RUNS_CODE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.front.by_example import apply_chat_template
 from fewbits.front.responses import train_on_responses_only
 from fewbits.front.sharegpt import standardize_sharegpt, to_sharegpt
 from fewbits.models.chat.named_templates import TEMPLATES as CHAT_TEMPLATES
@@ -63,6 +64,7 @@ def get_chat_template(
 __all__ = [
     "CHAT_TEMPLATES",
     "add_template_tokens",
+    "apply_chat_template",
     "get_chat_template",
     "modules_to_train",
     "standardize_data_formats",

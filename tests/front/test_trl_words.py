@@ -165,3 +165,23 @@ def test_images_go_beside_their_messages():
 def test_embedding_models_are_refused_with_the_way():
     with pytest.raises(Unsupported, match="sentence-transformers"):
         FastSentenceTransformer.from_pretrained("org/model")
+
+
+def test_texts_that_were_written_from_conversations_are_what_trains(folder, tmp_path):
+    """As in notebooks whose messages have other words for role and content, which a template then knows."""
+    from fewbits.chat_templates import get_chat_template
+    from fewbits.trl import SFTConfig, SFTTrainer
+
+    model, tokenizer = FastLanguageModel.from_pretrained(folder)
+    words = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
+    tokenizer = get_chat_template(tokenizer, "chatml", mapping=words)
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    rows = Dataset.from_list([{"conversations": talk, "text": text}] * 4)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    trainer = SFTTrainer(
+        model=model, tokenizer=tokenizer, train_dataset=rows, args=SFTConfig(**settings(tmp_path))
+    )
+    seen = tokenizer.decode(trainer.train_dataset[0]["input_ids"]).replace("<unk>", "")
+    assert seen == "<s>" + text.replace("\n", "") + "</s>"  # a character tokenizer without line ends
+    assert trainer.train().global_step == 1

@@ -40,8 +40,6 @@ def test_further_names_are_the_same_or_refused_with_the_way():
 
     assert fewbits.to_sharegpt is to_sharegpt and fewbits.FastQwen2Model is FastLanguageModel
     assert fewbits.is_bf16_supported is fewbits.is_bfloat16_supported
-    with pytest.raises(Unsupported, match=r"has no apply_chat_template, .* get_chat_template"):
-        _ = fewbits.apply_chat_template
     with pytest.raises(Unsupported, match="a sandbox of your own"):
         _ = fewbits.execute_with_time_limit
 
@@ -184,3 +182,32 @@ def test_arguments_can_be_saved_and_read(tmp_path):
     args = arguments(tmp_path, embedding_learning_rate=1e-5)
     again = pickle.loads(pickle.dumps(args))
     assert type(again) is UnslothTrainingArguments and again.embedding_learning_rate == 1e-5
+
+
+def test_a_classifier_is_packed_and_its_head_trains(shared, caplog):
+    from transformers import AutoModelForSequenceClassification
+
+    from fewbits.nn.linear import QuantizedLinear
+
+    path = shared / "data" / "models" / "stories260k"
+    kind = {"auto_model": AutoModelForSequenceClassification, "num_labels": 3}
+    model, tokenizer = FastModel.from_pretrained(path, max_seq_length=64, **kind)
+    packed = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert packed and model.config.num_labels == 3 and tokenizer.model_max_length == 64
+    model = FastModel.get_peft_model(model, r=4, task_type="SEQ_CLS", random_state=1)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("score" in name for name in trained) and any("lora_A" in name for name in trained)
+    ids = torch.randint(5, 100, (2, 7))
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 2])).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    whole, _ = FastModel.from_pretrained(path, full_finetuning=True, **kind)
+    assert FastModel.get_peft_model(whole, task_type="SEQ_CLS") is whole
+    assert "there are no adapters" in caplog.text
+    with pytest.raises(BadInput, match="knows no option 'colour'"):
+        FastModel.from_pretrained(path, colour=1, **kind)
+
+
+def test_gate_and_up_are_meant_by_one_name_where_a_model_has_two(loaded):
+    model = FastModel.get_peft_model(loaded[0], r=4, target_modules=["q_proj", "gate_up_proj"])
+    places = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
+    assert places == {"q_proj", "gate_proj", "up_proj"}

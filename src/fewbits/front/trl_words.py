@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.front.vision_rows import UnslothVisionDataCollator, beside
 
 logger = logging.getLogger("fewbits")
 _HOMES = ("trl", "trl.experimental.orpo", "trl.experimental.cpo")
@@ -131,9 +132,33 @@ def _trainer_options(
             raise BadInput(
                 f"{name} knows no option {key!r}, and neither does its configuration; leave it out."
             )
+    _take_data(config, options, args)
+    return options
+
+
+def _take_data(config: str, options: dict[str, Any], args: Any) -> None:
+    """Data sets and what they are read by, as TRL wants them."""
+    collator = options.get("data_collator")
+    if isinstance(collator, UnslothVisionDataCollator):
+        options["processing_class"] = collator.processor  # by which TRL knows rows with images
     if "train_dataset" in options:
         options["train_dataset"] = as_dataset(options["train_dataset"])
-    return options
+    if config == "SFTConfig":
+        for key in ("train_dataset", "eval_dataset"):
+            options[key] = _texts_alone(options.get(key), args)
+
+
+def _texts_alone(dataset: Any, args: Any) -> Any:
+    """A data set whose column of texts was written from conversations, without these.
+
+    TRL would take the conversations and write them again by a template, which may call roles otherwise.
+    """
+    columns = list(getattr(dataset, "column_names", None) or ())
+    field = getattr(args, "dataset_text_field", "text") or "text"
+    if field not in columns or getattr(args, "assistant_only_loss", False):
+        return dataset
+    talks = [name for name in ("conversations", "messages") if name in columns]
+    return dataset.remove_columns(talks) if talks else dataset
 
 
 def _own(name: str) -> Any:
@@ -187,12 +212,12 @@ def _say(name: str, key: str) -> None:
 
 
 def as_dataset(rows: Any) -> Any:
-    """A data set of TRL's kind; a list of rows becomes one, unless images are within them."""
-    if not isinstance(rows, list) or not rows or _has_parts(rows[0]):
+    """A data set of TRL's kind; a list of rows becomes one, images within messages a column beside them."""
+    if not isinstance(rows, list) or not rows:
         return rows
     from datasets import Dataset
 
-    return Dataset.from_list(rows)
+    return Dataset.from_list([beside(row) for row in rows] if _has_parts(rows[0]) else rows)
 
 
 def _has_parts(row: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fewbits.errors import Unsupported
+from fewbits.front.other_heads import TEXT, adapt_as, load_as
 from fewbits.front.vision import FastVisionModel
 from fewbits.models.fast import FastLanguageModel
 
@@ -22,8 +23,27 @@ class FastModel(FastLanguageModel):
     """`FastLanguageModel` by the name of Unsloth's newer notebooks: text, and text in a class that sees."""
 
     @staticmethod
+    def from_pretrained(
+        model_name: Any, *args: Any, auto_model: Any = None, **options: Any
+    ) -> tuple[Any, Any]:
+        """Load a model and its tokenizer; see `FastLanguageModel.from_pretrained`.
+
+        Args:
+            model_name: of that function.
+            args: of that function.
+            auto_model: a class of transformers that loads something else than a language model, such as
+                ``AutoModelForSequenceClassification``; see `fewbits.front.other_heads.load_as`.
+            options: of that function.
+        """
+        if auto_model is None:
+            return FastLanguageModel.from_pretrained(model_name, *args, **options)
+        return load_as(auto_model, model_name, *args, **options)
+
+    @staticmethod
     def get_peft_model(model: nn.Module, *args: Any, **options: Any) -> Any:
         """Add LoRA adapters, also by the ``finetune_`` options; see `FastVisionModel.get_peft_model`."""
+        if options.get("task_type") not in TEXT:
+            return adapt_as(model, *args, **options)
         return FastVisionModel.get_peft_model(model, *args, **options)
 
 

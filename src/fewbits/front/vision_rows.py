@@ -48,6 +48,7 @@ class UnslothVisionDataCollator:
             raise Unsupported(
                 "images are collated by TRL, which is not installed; pip install 'fewbits[train]'."
             ) from error
+        self.processor = processor
         chosen = {name: value for name, value in options.items() if value not in (None, False)}
         length = max_seq_length or getattr(model, "max_seq_length", None)
         try:
@@ -64,9 +65,9 @@ class UnslothVisionDataCollator:
 
 
 def beside(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with its images beside its messages; one that has them there already as it is."""
+    """A row with its images beside its messages; one that has them there already keeps them."""
     if "images" in row or "image" in row or "messages" not in row:
-        return row
+        return _without_blanks(row)
     images, messages = [], []
     for message in row["messages"]:
         parts = message["content"]
@@ -79,6 +80,22 @@ def beside(row: dict[str, Any]) -> dict[str, Any]:
         left = [{k: v for k, v in part.items() if k != "image" and v is not None} for part in parts]
         messages.append({**message, "content": left})
     return {**row, "messages": messages, **({"images": images} if images else {})}
+
+
+def _without_blanks(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a data set, whose parts all have all keys, with the keys that each part was written with."""
+    if not any(isinstance(message["content"], list) for message in row.get("messages") or ()):
+        return row
+    messages = [
+        message
+        if isinstance(message["content"], str)
+        else {
+            **message,
+            "content": [{k: v for k, v in part.items() if v is not None} for part in message["content"]],
+        }
+        for message in row["messages"]
+    ]
+    return row if messages == row["messages"] else {**row, "messages": messages}
 
 
 __all__ = ["UnslothVisionDataCollator", "beside"]
