@@ -302,7 +302,7 @@ def kto(place: Any, rows: Any) -> Any:
         model=model,
         train_dataset=rows("kto"),
         processing_class=tokenizer,
-        args=KTOConfig(**STEPS, beta=0.1, undesirable_weight=1.0, desirable_weight=1.0, max_length=64),
+        args=KTOConfig(**STEPS, beta=0.1, undesirable_weight=1.0, desirable_weight=1.0, max_length=256),
     )
     trainer.train()
     return trainer
