@@ -5,11 +5,14 @@ Exit code 2: the command line itself is wrong; 1: what it names is. Never a trac
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import shutil
 import sys
 
 import pytest
+import yaml
 
 from tests.training.conftest import byte_tokenizer, make_tiny_folder
 
@@ -107,15 +110,8 @@ def place(tmp_path_factory):
     return folder
 
 
-def test_there_are_thirty():
-    assert len(MISTAKES) >= 30
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.filterwarnings("ignore")
-def test_one_sentence_tells_the_way_out(run, place, monkeypatch, mistake):
-    argv, code, words = MISTAKES[mistake]
-    monkeypatch.chdir(place)
+def pretend(mistake, monkeypatch):
+    """What is to be so on this machine."""
     if mistake == "a data set offline":
         import datasets
 
@@ -126,6 +122,18 @@ def test_one_sentence_tells_the_way_out(run, place, monkeypatch, mistake):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     if mistake == "a missing extra":
         monkeypatch.setitem(sys.modules, "trl", None)
+
+
+def test_there_are_thirty():
+    assert len(MISTAKES) >= 30 and len(_IN_PYTHON) >= 30
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.filterwarnings("ignore")
+def test_one_sentence_tells_the_way_out(run, place, monkeypatch, mistake):
+    argv, code, words = MISTAKES[mistake]
+    monkeypatch.chdir(place)
+    pretend(mistake, monkeypatch)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     shown = run(*argv)
     told = [line for line in shown.err.splitlines() if line.strip()]
@@ -134,3 +142,41 @@ def test_one_sentence_tells_the_way_out(run, place, monkeypatch, mistake):
     assert "Traceback" not in shown.err and len([line for line in told if line.startswith("error")]) == 1
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
     assert not (place / "out").exists()
+
+
+# of these a command line alone knows: flags, the YAML file, other commands
+_IN_PYTHON = {
+    name: (dict(word.split("=", 1) for word in argv[2:]), words)
+    for name, (argv, code, words) in MISTAKES.items()
+    if argv[:2] == TRAIN and code == 1 and all("=" in word for word in argv[2:])
+}
+
+
+@pytest.mark.parametrize("mistake", _IN_PYTHON)
+@pytest.mark.filterwarnings("ignore")
+def test_python_says_the_same_as_the_command_line(place, monkeypatch, mistake):
+    from fewbits import TrainConfig, train
+    from fewbits.errors import FewbitsError
+
+    settings, words = _IN_PYTHON[mistake]
+    monkeypatch.chdir(place)
+    pretend(mistake, monkeypatch)
+    values = {key: yaml.safe_load(value) for key, value in settings.items()}
+    whole = {"model": "m", "train_data": "rows.jsonl", "output_dir": "out", **values}
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    with pytest.raises(FewbitsError) as said:
+        train(TrainConfig(**whole))
+    assert words in str(said.value) and "\n" not in str(said.value), str(said.value)
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+    assert not (place / "out").exists()
+
+
+def test_python_takes_values_as_a_file_does_and_the_other_names():
+    from fewbits import TrainConfig
+
+    words = {"report_to": "tensorboard", "lr": "3e-4", "batch_size": 4.0, "rewards": "a:b", "method": "grpo"}
+    config = TrainConfig(model="m", train_data="d.jsonl", **words)
+    assert config.report_to == ("tensorboard",) and config.rewards == ("a:b",)
+    assert config.learning_rate == 3e-4 and config.batch_size == 4 and isinstance(config.batch_size, int)
+    assert dataclasses.replace(config, batch_size=2).batch_size == 2
+    assert "batch_size" in inspect.signature(TrainConfig).parameters

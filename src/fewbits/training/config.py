@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no run can use; a recipe that is a value, or in a file, becomes plain data."""
+        self._take_types()
         object.__setattr__(self, "recipe", _plain_recipe(self.recipe))
         self._check_reporters()
         check_combinations(self)
@@ -235,6 +237,14 @@ class TrainConfig:
         for name in ("eval_fraction", "lora_dropout"):
             if (getattr(self, name) or 0) >= 1:
                 raise BadInput(f"{name} is {getattr(self, name)}; it must be below 1.")
+
+    def _take_types(self) -> None:
+        """Values of the types that the fields have, as from a file; a text for a list is one entry of it."""
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value is not item.default:
+                _, value = _as_written_before(item.name, value)
+                object.__setattr__(self, item.name, coerce(item.name, value, str(item.type)))
 
     def _check_reporters(self) -> None:
         object.__setattr__(self, "report_to", tuple(n for n in self.report_to if n.lower() != "none"))
@@ -300,6 +310,24 @@ class TrainConfig:
         """The fields in which two runs differ and that change the weights."""
         mine, theirs = self.to_dict(), other.to_dict()
         return [name for name in mine if mine[name] != theirs[name] and name not in NOT_COMPARED]
+
+
+def _with_known_words(init: Any) -> Any:
+    """A constructor that takes other names of settings, and names the nearest of one that is none."""
+
+    @functools.wraps(init)
+    def begin(self: TrainConfig, *args: Any, **values: Any) -> None:
+        names = [item.name for item in dataclasses.fields(self)]
+        for key in [key for key in values if key not in names]:
+            if key not in ALIASES:
+                raise BadInput(unknown_key(key, [*names, *ALIASES]))
+            values[ALIASES[key]] = values.pop(key)
+        init(self, *args, **values)
+
+    return begin
+
+
+TrainConfig.__init__ = _with_known_words(TrainConfig.__init__)  # type: ignore[method-assign]
 
 
 def prolongs(config: TrainConfig, earlier: TrainConfig) -> bool:
