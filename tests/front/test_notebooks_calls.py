@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fewbits.errors import FewbitsError
-from tests.front import notebook_calls
+from tests.front import notebook_calls, notebook_preferences
 
 pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -68,7 +68,7 @@ def test_it_does_what_the_table_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name, outcome = TABLE[notebook]
-    call = getattr(notebook_calls, name)
+    call = getattr(notebook_calls, name, None) or getattr(notebook_preferences, name)
     if outcome != RUNS:
         with pytest.raises(FewbitsError, match=outcome):
             call(*tiny)
@@ -100,6 +100,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_only_the_imports_differ() -> None:
-    text = (ROOT / "tests" / "front" / "notebook_calls.py").read_text(encoding="utf-8")
+    files = ("notebook_calls", "notebook_preferences")
+    text = "\n".join((ROOT / "tests" / "front" / f"{name}.py").read_text(encoding="utf-8") for name in files)
     ours = {line.strip().split()[1] for line in text.splitlines() if line.strip().startswith("from fewbits")}
     assert ours == {"fewbits", "fewbits.trl", "fewbits.chat_templates", "fewbits.trainer"}
