@@ -10,6 +10,7 @@ import inspect
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -178,5 +179,10 @@ def test_python_takes_values_as_a_file_does_and_the_other_names():
     config = TrainConfig(model="m", train_data="d.jsonl", **words)
     assert config.report_to == ("tensorboard",) and config.rewards == ("a:b",)
     assert config.learning_rate == 3e-4 and config.batch_size == 4 and isinstance(config.batch_size, int)
+    mix = [Path("a.jsonl"), {"path": Path("b.jsonl"), "weight": 2}]
+    assert TrainConfig(model=Path("m"), train_data=mix).train_data == [
+        "a.jsonl",
+        {"path": "b.jsonl", "weight": 2},
+    ]
     assert dataclasses.replace(config, batch_size=2).batch_size == 2
     assert "batch_size" in inspect.signature(TrainConfig).parameters

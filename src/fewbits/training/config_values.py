@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -89,9 +90,9 @@ def _as_sources(value: Any) -> str | list[Any]:
         value = [value]
     if not isinstance(value, (list, tuple)):
         return _as_text(value)
-    if not all(isinstance(entry, (str, Mapping)) for entry in value):
+    if not all(isinstance(entry, (str, os.PathLike, Mapping)) for entry in value):
         raise ValueError
-    plain: list[Any] = json.loads(json.dumps(list(value), allow_nan=False))
+    plain: list[Any] = json.loads(json.dumps(list(value), allow_nan=False, default=os.fspath))
     return plain
 
 
