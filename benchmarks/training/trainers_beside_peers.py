@@ -193,6 +193,11 @@ def words_of_all(steps: int) -> dict[str, Any]:
         "output_dir": tempfile.mkdtemp(),
         "max_steps": steps,
         "learning_rate": 1e-4,
+        # said, because Unsloth's configurations begin with values of their own (two passes a step, for one)
+        "gradient_accumulation_steps": 1,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 0,
         "optim": "adamw_torch_fused" if CUDA else "adamw_torch",
         "logging_strategy": "no",
         "save_strategy": "no",
@@ -236,6 +241,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
             gradient_checkpointing=False,
             per_device_train_batch_size=4,
             max_length=length,
+            beta=0.1,
         )
         rows = datasets.Dataset.from_list(
             [
@@ -258,6 +264,10 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
             gradient_checkpointing=False,
             per_device_train_batch_size=prompts * answers,
             num_generations=answers,
+            num_iterations=1,
+            steps_per_generation=1,
+            temperature=1.0,
+            top_p=1.0,
             max_completion_length=8 if options.tiny else 128,
             beta=0.0,
         )
