@@ -162,7 +162,7 @@ class DecodeStep:
         self.beside, self._together, self.kv_cache = beside, together, kv_cache
         if beside is not None and (kv_cache != beside.kv_cache or (together and kv_cache)):
             name = (kv_cache or beside.kv_cache or KVCache()).name
-            raise Unsupported(f"tokens of one text are verified over keys and values in 16 bits, not {name}.")
+            raise Unsupported(f"guesses are verified over keys and values in 16 bits, not in {name}.")
         base = unwrap(model)
         self._embed = model.get_submodule(locate(model, spec, spec.embed))
         if adapters and hasattr(self._embed, "lora_embedding_A"):
