@@ -16,6 +16,8 @@ import torch
 
 import fewbits.te as te
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
+from fewbits.formats.base import Packed
+from fewbits.te.operand import Operand
 from fewbits.te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -254,3 +256,23 @@ def test_a_quantised_tensor_is_a_tensor() -> None:
     copy.copy_(torch.zeros(6, 32))
     assert isinstance(copy, te.MXFP8Tensor) and copy.dequantize().abs().sum() == 0
     assert held.to(torch.float64).dtype == torch.float64
+
+
+def test_columns_that_a_gpu_laid_out_are_saved_once() -> None:
+    """On a GPU rows and columns under one scale are two matrices of the same codes."""
+    x = torch.randn(256, 512)
+    tensor = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3)(x)
+    rows, columns = tensor.operand().rows, tensor.operand().columns
+    parts = {**columns.parts, "codes": columns.codes.contiguous()}
+    as_on_gpu = type(tensor)(
+        x, Operand(rows, Packed(columns.format, columns.shape, columns.dtype, parts)), tensor.quantizer
+    )
+    stream = io.BytesIO()
+    torch.save(as_on_gpu, stream)
+    assert stream.getbuffer().nbytes < 1.1 * x.numel()
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=True)
+    for side in ("rows", "columns"):
+        ours, theirs = getattr(loaded.operand(), side), getattr(as_on_gpu.operand(), side)
+        assert torch.equal(ours.codes.float(), theirs.codes.float()) and ours.shape == theirs.shape
+        assert torch.equal(ours.scales, theirs.scales)

@@ -214,3 +214,22 @@ def test_the_float32_scale_of_nvfp4_is_multiplied_once(by_row: bool) -> None:
     y = product(a, b, torch.float32).double()
     # sums of code times scale are exact: what is left are a few roundings of the result itself
     torch.testing.assert_close(y, exact(a) @ exact(b).t(), rtol=2**-21, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_high_precision_backward_pass_is_torchs_own(dtype: torch.dtype) -> None:
+    """Bit for bit the gradients of the same layer without quantisation, over any leading axes."""
+    layer = te.Linear(48, 33, params_dtype=dtype, device="cpu")
+    x, dy = torch.randn(2, 7, 48).to(dtype), torch.randn(2, 7, 33).to(dtype)
+    override = te.recipe.Float8CurrentScaling(backward_override="high_precision")
+    results = []
+    for recipe in (None, override):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(leaf)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad, layer.weight.grad.clone()))
+    (y, *plain), (rounded_y, *overridden) = results
+    assert not torch.equal(y, rounded_y) and rounded_y.shape == (2, 7, 33)
+    assert all(torch.equal(a, b) for a, b in zip(plain, overridden, strict=True))

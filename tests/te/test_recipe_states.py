@@ -127,3 +127,35 @@ def test_types_of_codes() -> None:
     assert get_fp8_te_dtype(hybrid) is te.DType.kFloat8E4M3
     assert get_fp8_te_dtype(hybrid, fprop_tensor=False) is te.DType.kFloat8E5M2
     assert get_fp8_te_dtype(te.recipe.Float8BlockScaling(), fprop_tensor=False) is te.DType.kFloat8E4M3
+
+
+def test_a_slots_role_and_what_stands_in_it() -> None:
+    named = te.QuantizerRole(module_type="dpa", tensor_type="qkv", name="a")
+    state = RecipeState.create(
+        te.recipe.Float8BlockScaling(),
+        mode="forward",
+        num_quantizers=4,
+        device="cpu",
+        roles=[named, *[None] * 3],
+    )
+    assert state._slot_role(0) is named and state._slot_role(2) == te.QuantizerRole()
+    assert [state._slot_tensor_type(i) for i in range(4)] == ["input", "weight", "output", "input"]
+    backward = RecipeState.create(
+        te.recipe.Float8BlockScaling(), mode="backward", num_quantizers=2, device="cpu"
+    )
+    assert [backward._slot_tensor_type(i) for i in range(2)] == ["grad_output", "grad_input"]
+
+
+def test_delayed_scaling_inside_a_custom_recipe() -> None:
+    def some(role: object) -> object:
+        kind = getattr(role, "tensor_type", "")
+        return te.DelayedScalingRequest(amax_history_len=7) if kind == "weight" else None
+
+    roles = [te.QuantizerRole(tensor_type=kind) for kind in ("input", "weight", "output")]
+    words = {"mode": "forward", "num_quantizers": 3, "device": "cpu", "roles": roles}
+    state = RecipeState.create(te.recipe.CustomRecipe(qfactory=some), **words)
+    assert state._has_delayed_scaling and state.amax_history.shape == (7, 1)
+    inner = state._inner_delayed_scaling_recipe
+    assert isinstance(inner, te.recipe.DelayedScaling) and inner.amax_history_len == 7
+    none = RecipeState.create(te.recipe.CustomRecipe(qfactory=lambda role: None), **words)
+    assert not none._has_delayed_scaling and none._inner_delayed_scaling_recipe is None

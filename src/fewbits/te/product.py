@@ -12,6 +12,7 @@ With the backward override "high_precision" the backward pass multiplies dy, x a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,10 +138,18 @@ def _kept(plan: ProductSettings, x: Operand, w: Operand, x_MK: Tensor, weight: T
     return x.columns, w.columns
 
 
+def _as_matrix(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings) -> Tensor:
+    def forward(
+        ctx: Any, whole_x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
+    ) -> Tensor:
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        lead, x_MK = whole_x.shape[:-1], _as_matrix(whole_x)
         own = plan.override is None
         x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
         w = plan.weight_operand
@@ -154,12 +163,13 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.plan, ctx.weight_dtype = plan, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        return y.view(*lead, y.shape[-1])
 
     @staticmethod
     @once_differentiable("a product with quantised operands", lambda ctx: True)
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, whole_dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         tensors = ctx.saved_tensors
+        lead, dy = whole_dy.shape[:-1], _as_matrix(whole_dy)
         x_KM, w_KN = _rebuild(tensors, ctx.plans)
         plan: ProductSettings = ctx.plan
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
@@ -168,6 +178,7 @@ class _Product(torch.autograd.Function):
         dx = None
         if wants_dx and g.rows is not None:
             dx = product(g.rows, w_KN, dy.dtype, short=plan.short[1])
+            dx = dx.view(*lead, dx.shape[-1])
         dw, db = _weight_gradients(ctx, g, x_KM, dy, wants_dw, wants_db)
         if plan.after_backward is not None:
             plan.after_backward()
@@ -184,7 +195,10 @@ def _weight_gradients(
         assert g.columns is not None
         # a gradient that is added to a float32 buffer is not rounded on the way
         kind = torch.float32 if plan.keep_weight_gradient else weight_dtype
-        dw = product(g.columns, x_KM, kind, short=plan.short[2])
+        if isinstance(g.columns, Tensor) and isinstance(x_KM, Tensor):
+            dw = product(x_KM, g.columns, kind).t()  # as torch's own linear: the same sums, bit for bit
+        else:
+            dw = product(g.columns, x_KM, kind, short=plan.short[2])
         return dw, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
 
     if not wants_dw:
@@ -213,6 +227,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
     """
     if plan.is_plain:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    rows = x.reshape(x.numel() // max(x.shape[-1], 1), x.shape[-1])
-    y: Tensor = _Product.apply(rows, weight, bias, plan)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    y: Tensor = _Product.apply(x, weight, bias, plan)
+    return y

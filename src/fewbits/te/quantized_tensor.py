@@ -175,14 +175,16 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For pickles: class, codes, scales and the quantiser's settings, which torch.load may read."""
-        state = (self.dtype, tuple(self.shape), self.requires_grad, self._operand, self._quantizer)
+        operand = _as_one_storage(self._operand) if type(self) is Float8Tensor else self._operand
+        state = (self.dtype, tuple(self.shape), self.requires_grad, operand, self._quantizer)
         return rebuild, (type(self), state)
 
 
 def rebuild(kind: type[QuantizedTensor], state: Any) -> QuantizedTensor:
     """A tensor from its pickle; see `QuantizedTensor.__reduce_ex__`."""
     dtype, shape, requires_grad, operand, quantizer = state
-    packed = operand.rows if operand.rows is not None else operand.columns
+    operand = Operand(operand.rows, _by_rows_on_a_gpu(operand.columns))
+    packed: Any = operand.rows if operand.rows is not None else operand.columns
     device = packed.codes.device if isinstance(packed, Packed) else packed.device
     tensor = kind(_Like(shape, dtype, device), operand, quantizer)
     tensor.requires_grad_(requires_grad)
@@ -250,6 +252,23 @@ def quantized_tensor(tensor: Tensor, quantizer: Any, kind: type[QuantizedTensor]
     return kind(source, _operand(source, quantizer), quantizer)
 
 
+def _as_one_storage(operand: Operand) -> Operand:
+    """For a file: under one scale the columns' codes are those of the rows, which then are saved once."""
+    rows, columns = operand.rows, operand.columns
+    if not (isinstance(rows, Packed) and isinstance(columns, Packed)):
+        return operand
+    parts = {**columns.parts, "codes": rows.codes.t()}
+    return Operand(rows, Packed(columns.format, columns.shape, columns.dtype, parts))
+
+
+def _by_rows_on_a_gpu(packed: Any) -> Any:
+    """A GPU's units read codes by rows: what lies otherwise there is laid out anew, once."""
+    if not isinstance(packed, Packed) or packed.codes.device.type != "cuda" or packed.codes.is_contiguous():
+        return packed
+    parts = {**packed.parts, "codes": packed.codes.contiguous()}
+    return Packed(packed.format, packed.shape, packed.dtype, parts)
+
+
 def _moved(tensor: QuantizedTensor, move: Callable[[Tensor], Tensor]) -> QuantizedTensor:
     """The same codes and scales after ``move``, which keeps their types."""
 
@@ -259,7 +278,7 @@ def _moved(tensor: QuantizedTensor, move: Callable[[Tensor], Tensor]) -> Quantiz
             return Packed(part.format, part.shape, part.dtype, parts)
         return None if part is None else move(part)
 
-    operand = Operand(packed(tensor._operand.rows), packed(tensor._operand.columns))
+    operand = Operand(packed(tensor._operand.rows), _by_rows_on_a_gpu(packed(tensor._operand.columns)))
     first = operand.rows if operand.rows is not None else operand.columns
     device = first.codes.device if isinstance(first, Packed) else getattr(first, "device", tensor.device)
     return type(tensor)(_Like(tensor.shape, tensor.dtype, device), operand, tensor._quantizer)

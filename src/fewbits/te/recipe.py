@@ -336,7 +336,7 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         if self.quantization_alignment <= 0:
-            raise BadInput(f"quantization_alignment is {self.quantization_alignment}: it is at least 1.")
+            raise BadInput(f"quantization_alignment must be positive, not {self.quantization_alignment}.")
         self._check()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.te.delayed import codes_dtype
-from fewbits.te.operands import slots_for
+from fewbits.te.operands import kinds_of, slots_for
 from fewbits.te.quantizers import Quantizer
-from fewbits.te.recipe import Recipe
+from fewbits.te.recipe import DelayedScaling, Recipe
 from fewbits.te.roles import DType, QuantizerRole
 from fewbits.te.support import default_device
 
@@ -74,6 +75,16 @@ class RecipeState:
                 return kind(recipe, **arguments)
         raise BadInput(f"{type(recipe).__name__} is no recipe of fewbits.te.recipe.")
 
+    def _slot_role(self, index: int) -> QuantizerRole:
+        """A slot's role as it was given; one that says nothing where nobody named it."""
+        role = None if self.roles is None else self.roles[index]
+        return QuantizerRole() if role is None else role
+
+    def _slot_tensor_type(self, index: int) -> str:
+        """What a slot's role says its tensor is, or what stands at this place of a product."""
+        roles = [None] * self.num_quantizers if self.roles is None else list(self.roles)
+        return kinds_of(roles, forward=self.mode == "forward")[index]
+
     def make_quantizers(self) -> list[Quantizer | None]:
         """One quantiser a slot; None where an operand stays as it is."""
         return list(self._slots.quantizers)
@@ -110,4 +121,19 @@ class NVFP4BlockScalingRecipeState(RecipeState):
 
 
 class CustomRecipeState(RecipeState):
-    """Of `fewbits.te.recipe.CustomRecipe`."""
+    """Of `fewbits.te.recipe.CustomRecipe`, whose function may ask for delayed scaling in some slots."""
+
+    @property
+    def _has_delayed_scaling(self) -> bool:
+        """Whether it did."""
+        return self._slots.state is not None
+
+    @property
+    def _inner_delayed_scaling_recipe(self) -> DelayedScaling | None:
+        """What it asked for, as the recipe of that name."""
+        if self._slots.state is None:
+            return None
+        asked = self._slots.state.recipe
+        return DelayedScaling(
+            **{f.name: getattr(asked, f.name) for f in fields(DelayedScaling) if hasattr(asked, f.name)}
+        )
