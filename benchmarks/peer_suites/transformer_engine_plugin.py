@@ -4,6 +4,7 @@
   the C++ module ``transformer_engine_torch``, is a stand-in: a test that calls one is skipped, and the reason
   names it.
 * Without a GPU the device "cuda" means the CPU; what only a GPU has (streams, graphs, events) skips the test.
+* Products of 16 bits sum in float32, unless ``--torch-halves`` leaves them as a CPU has them.
 * ``--every N`` runs each N-th test of a file; ``--budget S`` begins no test after S seconds.
 
 At the end of each file's run one line of JSON says what became of the tests: see README.md beside this file.
@@ -31,9 +32,10 @@ from torch.overrides import TorchFunctionMode
 
 import fewbits.te as te
 from fewbits.formats.base import Packed
-from fewbits.te import drop_in, support
+from fewbits.te import drop_in, product, support
 from fewbits.te.float4 import Float4
 from fewbits.te.operand import Operand
+from fewbits.te.scaling import updated_scale
 
 _RUNNING = {"test": False}
 _STARTED = time.monotonic()
@@ -117,6 +119,7 @@ _KNOWN = {
     "FP8FwdTensorIdx": _FORWARD,
     "FP8BwdTensors": _BACKWARD,
     "FP8BwdTensorIdx": _BACKWARD,
+    "_default_sf_compute": lambda amax, scale, largest, margin: updated_scale(amax, scale, largest, margin),
     "get_cudnn_version": lambda: (9, 99, 0),
     "is_non_tn_fp8_gemm_supported": lambda: True,
     "init_method_normal": lambda sigma: lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma),
@@ -174,7 +177,16 @@ class _StandInFinder:
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """The device "cuda" means the CPU."""
+    """The device "cuda" means the CPU.
+
+    Attributes:
+        widens: `_SLOW_IN_HALF` run in float32. A test that wants two ways to one gradient bit-equal needs
+            them as they are: autograd's own products are not reached.
+    """
+
+    def __init__(self, widens: bool) -> None:
+        super().__init__()
+        self.widens = widens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -187,7 +199,7 @@ class _CpuForCuda(TorchFunctionMode):
             return not args[0].is_meta
         if name == "to":
             args = tuple(_cpu(a) for a in args)
-        if name in _SLOW_IN_HALF and any(_is_half(a) for a in args):
+        if self.widens and name in _SLOW_IN_HALF and any(_is_half(a) for a in args):
             half = next(a.dtype for a in args if _is_half(a))
             args = tuple(a.float() if _is_half(a) else a for a in args)
             kwargs = {k: a.float() if _is_half(a) else a for k, a in kwargs.items()}
@@ -197,7 +209,15 @@ class _CpuForCuda(TorchFunctionMode):
 
 # A CPU multiplies numbers of 16 bits slowly, and sums the gradients of a norm's parameters in bfloat16, up to
 # 10 % from their value in float64. As on a GPU, these sum in float32 and round once.
-_SLOW_IN_HALF = ("bmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention", "layer_norm")
+_SLOW_IN_HALF = (
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "__matmul__",
+    "linear",
+    "scaled_dot_product_attention",
+    "layer_norm",
+)
 
 
 def _is_half(value: Any) -> bool:
@@ -239,6 +259,22 @@ def _operand_of_theirs(self: Any, x: Any, *, rows: bool, columns: bool) -> Opera
     )
 
 
+def _name_what_a_product_does() -> None:
+    """Let the node of a product say by their names what its settings are: tests read them there."""
+    ours = product._Product.forward
+
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        plan = tensors[-1]
+        ctx.backward_override, ctx.grad_output_quantizer = plan.override, plan.gradient
+        ctx.fp8 = plan.input is not None and plan.override is None
+        ctx.reduce_and_update_bwd_fp8_tensors = plan.after_backward is not None and plan.override is None
+        if plan.override is not None:
+            ctx.grad_output_quantizer = None  # which then is not asked
+        return ours(ctx, *tensors)
+
+    product._Product.forward = staticmethod(forward)
+
+
 def _cpu(device: Any, integers: bool = False) -> Any:
     if isinstance(device, str) and device.startswith("cuda"):
         return "cpu"
@@ -247,7 +283,7 @@ def _cpu(device: Any, integers: bool = False) -> Any:
     return "cpu" if integers and isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _stand_in_for_a_gpu() -> None:
+def _stand_in_for_a_gpu(widens: bool) -> None:
     def needs_gpu(name: str) -> Any:
         def skip(self: Any, *args: Any, **kwargs: Any) -> None:
             pytest.skip(f"needs a GPU: torch.cuda.{name}")
@@ -291,7 +327,7 @@ def _stand_in_for_a_gpu() -> None:
     torch.autocast.__init__ = lambda self, device_type, *a, **k: plain(self, _cpu(device_type), *a, **k)
     support.get_device_compute_capability = lambda: (9, 0)
     te.get_device_compute_capability = support.get_device_compute_capability
-    _CpuForCuda().__enter__()
+    _CpuForCuda(widens).__enter__()
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -299,6 +335,7 @@ def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("fewbits")
     group.addoption("--every", type=int, default=1, help="each n-th test of a file")
     group.addoption("--budget", type=float, default=0.0, help="seconds after which no test begins")
+    group.addoption("--torch-halves", action="store_true", help="products of 16 bits as a CPU has them")
     group.addoption("--rows", type=Path, help="append one line of JSON a file there")
 
 
@@ -325,11 +362,13 @@ def pytest_configure(config: Any) -> None:
                 return _missing(place)
 
     drop_in._View.__getattr__ = or_missing
+    _name_what_a_product_does()
+    te.InferenceParams.cache_manager = SimpleNamespace(print_cache=lambda: None)  # which a test calls
     te.Quantizer.operand = _operand_of_theirs  # quantisers of ours have their own
     drop_in._View.__path__ = []  # so that the finder of stand-ins is asked for what is below a view
     sys.meta_path += [_ReferenceFinder(), _StandInFinder()]
     if not torch.cuda.is_available():
-        _stand_in_for_a_gpu()
+        _stand_in_for_a_gpu(not config.getoption("--torch-halves"))
     os.environ["NVTE_MASKED_SOFTMAX_FUSION"] = "0"  # their softmax in torch
     utils, backends = (importlib.import_module(f"{theirs.PACKAGE}.{name}") for name in ("utils", "backends"))
     theirs.put_beside_ours(utils, backends, _missing)
