@@ -207,8 +207,8 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# A CPU multiplies numbers of 16 bits slowly, and sums the gradients of a norm's parameters in bfloat16, up to
-# 10 % from their value in float64. As on a GPU, these sum in float32 and round once.
+# A CPU multiplies numbers of 16 bits slowly, and sums the gradients of a norm's parameters, and losses, in
+# bfloat16, up to 10 % from their value in float64. As on a GPU, these sum in float32 and round once.
 _SLOW_IN_HALF = (
     "bmm",
     "baddbmm",
@@ -217,6 +217,7 @@ _SLOW_IN_HALF = (
     "linear",
     "scaled_dot_product_attention",
     "layer_norm",
+    "cross_entropy",
 )
 
 

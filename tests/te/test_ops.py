@@ -336,3 +336,7 @@ def test_the_drop_in_finds_them() -> None:
         from transformer_engine.pytorch.ops.basic import GELU
 
         assert theirs.Sequential is ops.Sequential and GELU is ops.GELU
+        from transformer_engine.pytorch.ops.basic.l2normalization import L2Normalization
+
+        layer = te.MultiheadAttention(32, 2, qk_norm_type="L2Normalization", device="cpu")
+        assert isinstance(layer.q_norm, L2Normalization)

@@ -54,7 +54,7 @@ _PLACES: dict[str, Sequence[str]] = {
     "pytorch.module.rmsnorm": ("norm",),
     "pytorch.ops": ("ops",),
     "pytorch.ops.basic": ("ops",),
-    "pytorch.ops.basic.l2normalization": ("ops",),
+    "pytorch.ops.basic.l2normalization": ("norm",),
     "pytorch.ops.linear": ("ops",),
     "pytorch.ops.op": ("ops",),
     "pytorch.ops.sequential": ("ops",),
