@@ -214,3 +214,33 @@ def test_a_recipe_that_a_chip_lacks_is_emulated_only_when_asked(monkeypatch: pyt
         assert te.is_mxfp8_available(return_reason=True) == (True, "")
         with te.autocast(recipe=te.recipe.NVFP4BlockScaling()):
             pass
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop:FutureWarning")
+@pytest.mark.parametrize("divides_first", [False, True])
+def test_a_grad_scaler_and_gradients_in_float16(divides_first: bool) -> None:
+    """Divided by its scale once, a step with an infinite one is left out, and the scale then halves."""
+    kind = torch.float32 if divides_first else torch.float16  # torch itself divides no float16
+    start = torch.randn(6, 5).to(kind)
+    ours, plain = (torch.nn.Parameter(start.clone().to(d)) for d in (kind, torch.float32))
+    optimizer = te.optimizers.FusedAdam([ours], lr=1e-2, capturable=True, master_weights=True)
+    reference = torch.optim.AdamW([plain], lr=1e-2, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1000)
+    for i in range(4):
+        gradient = torch.randn(6, 5)
+        ours.grad = (gradient * scaler.get_scale()).to(kind)
+        plain.grad = (ours.grad.float() / scaler.get_scale()).clone()
+        scaler.scale(torch.zeros(1))
+        if i == 2:
+            ours.grad[0, 0] = torch.inf
+        before = ours.detach().clone()
+        if divides_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if i == 2:
+            assert torch.equal(ours, before) and scaler.get_scale() == 32.0
+        else:
+            reference.step()
+            torch.testing.assert_close(ours.float(), plain, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(ours.grad, gradient.to(kind), rtol=2e-3, atol=1e-3)

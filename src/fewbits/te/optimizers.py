@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from fewbits.errors import BadInput
 from fewbits.te.module import refuse
@@ -77,6 +78,8 @@ class FusedAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
+        if capturable:  # then a GradScaler leaves the division, of gradients in float16 too, to `step`
+            self._step_supports_amp_scaling = True
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
         self.master_weight_dtype = master_weight_dtype
         self._scales: dict[tuple[Tensor, str], Tensor] = {}
@@ -103,7 +106,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         Args:
             closure: computes the loss again, with gradients.
-            grad_scaler: torch's; gradients are divided by its scale; a step with an infinite one is skipped.
+            grad_scaler: torch's; gradients are divided by its scale, where they lie, and a step with an
+                infinite one is skipped.
         """
         loss = None
         if closure is not None:
@@ -111,16 +115,20 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         factor = 1.0
         if grad_scaler is not None:
-            found_inf = getattr(self, "found_inf", None)
-            if found_inf is not None and bool(found_inf):
+            if any(bool(found) for found in grad_scaler._check_inf_per_device(self).values()):
                 return loss
-            factor = 1.0 / float(grad_scaler._get_scale_async())
+            is_divided = grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED
+            factor = 1.0 if is_divided else 1.0 / float(grad_scaler._get_scale_async())
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 gradient = parameter.decoupled_grad if self.use_decoupled_grad else parameter.grad
-                if gradient is not None:
-                    self._update(parameter, gradient.float() * factor, group)
+                if gradient is None:
+                    continue
+                divided = gradient.float() * factor
+                if factor != 1.0:
+                    gradient.copy_(divided)  # as the scaler would have left it
+                self._update(parameter, divided, group)
         return loss
 
     def initialize_state(self, parameter: Tensor, store_param_remainders: bool = False) -> None:
