@@ -115,7 +115,7 @@ class FusedAdam(torch.optim.Optimizer):
                 loss = closure()
         factor = 1.0
         if grad_scaler is not None:
-            if any(bool(found) for found in grad_scaler._check_inf_per_device(self).values()):
+            if any(bool(flag) for flag in grad_scaler._check_inf_per_device(self).values()):
                 return loss
             is_divided = grad_scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED
             factor = 1.0 if is_divided else 1.0 / float(grad_scaler._get_scale_async())

@@ -133,7 +133,7 @@ class CustomRecipeState(RecipeState):
         """What it asked for, as the recipe of that name."""
         if self._slots.state is None:
             return None
-        asked = self._slots.state.recipe
+        request = self._slots.state.recipe
         return DelayedScaling(
-            **{f.name: getattr(asked, f.name) for f in fields(DelayedScaling) if hasattr(asked, f.name)}
+            **{f.name: getattr(request, f.name) for f in fields(DelayedScaling) if hasattr(request, f.name)}
         )
