@@ -68,7 +68,8 @@ def test_kernel_equals_the_definition(
 ) -> None:
     """Sums of at most 176 terms and one rounding.
 
-    A GPU's E4M3 sums keep some 14 bits, cut off at each product of 32 terms: 2**-13 of the largest sums each time.
+    A GPU's E4M3 sums keep some 14 bits, cut off at each product of 32 terms: 2**-13 of the largest sums
+    each time.
     """
     if tile is LARGE and kernel_device == "cuda" and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("the large tile needs 144 KiB of shared memory")
