@@ -13,7 +13,6 @@ import torch
 
 from fewbits.errors import BadInput
 from fewbits.models.adapting.adapters import get_peft_model
-from fewbits.models.loading.hf_quantizer import FewbitsConfig, register
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,6 +50,8 @@ def load_as(
         BadInput: an option that nobody knows.
     """
     from transformers import AutoTokenizer
+
+    from fewbits.models.loading.hf_quantizer import FewbitsConfig, register
 
     unknown = set(options) - {*_OF_CONFIG, *_TO_TRANSFORMERS, *_CHOOSES_NOTHING}
     if unknown:
