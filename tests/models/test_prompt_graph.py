@@ -14,6 +14,7 @@ from fewbits.decoder.fuse import forget_weights, free_prompt_weights, fuse
 from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop, prompt_graph
 from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import why_no_model_step
 from fewbits.models.generation.prompt import WHOLE, read_prompt
 from fewbits.models.generation.prompt_graph import PromptGraphs, recorded_length
@@ -83,6 +84,50 @@ def test_a_model_that_trains_records_nothing() -> None:
     assert read_by(graphs, model, ids) is None and read_by(graphs, model, ids) is not None
     FastLanguageModel.for_training(model)
     assert not graphs.graphs
+
+
+def test_adapters_by_row_are_read_by_the_model() -> None:
+    """A graph would give every row the adapter that was active when it was recorded."""
+    import peft
+
+    model, ids, graphs = tiny("llama"), tokens(2, 20), PromptGraphs()
+    words = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**words)).eval()
+    model.add_adapter("b", peft.LoraConfig(**words))
+    for _ in range(3):
+        read_by(graphs, model, ids)
+    assert read_by(graphs, model, ids) is not None
+    with model._enable_peft_forward_hooks(ids, adapter_names=["b", "b"]):
+        assert read_by(graphs, model, ids) is None
+    same(graphs, model, ids)
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig"])
+def test_other_adapters_of_peft_are_another_model(kind: str) -> None:
+    import peft
+
+    words: dict[str, Any] = {"target_modules": ["k_proj", "v_proj"]}
+    if kind == "IA3Config":
+        words |= {"feedforward_modules": [], "init_ia3_weights": False}
+    model = peft.get_peft_model(tiny("llama"), getattr(peft, kind)(**words))
+    states = [state_of_model(model)]
+    with model.disable_adapter():
+        states.append(state_of_model(model))
+    assert states[0] == state_of_model(model) != states[1]
+
+
+def test_prompts_whose_logits_are_not_finite_refuse_nothing() -> None:
+    model, ids, graphs = tiny("llama"), tokens(2, 20), PromptGraphs()
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        sound = embedding.clone()
+        embedding.fill_(float("nan"))
+        for _ in range(3):
+            assert read_by(graphs, model, ids) is None
+        embedding.copy_(sound)
+    assert not graphs.refused
+    read_by(graphs, model, ids)
+    same(graphs, model, ids)
 
 
 def test_lengths_are_rounded_up() -> None:

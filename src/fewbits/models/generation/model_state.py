@@ -20,6 +20,12 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
         if "lora_A" in module._modules and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
             state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+        elif isinstance(getattr(type(module), "disable_adapters", None), property):
+            # PEFT's other methods, and modules that train whole.
+            scaling = vars(module).get("scaling")
+            scales = tuple(scaling.items()) if isinstance(scaling, dict) else ()
+            merged = tuple(vars(module).get("merged_adapters") or ())
+            state.append((tuple(module.active_adapters), bool(module.disable_adapters), merged, scales))
         state.append((id(module), type(module)))
         hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
         hooks = [(number, hook) for number, hook in hooks if not names_adapters(hook)]

@@ -27,6 +27,7 @@ from fewbits.errors import Unsupported
 from fewbits.formats import E4M3_ROW
 from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
+from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import CANNOT, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
@@ -74,6 +75,8 @@ class PromptGraphs:
         plain = (how.kind, how.embedded, how.piece, how.cache) == (None, None, None, None)
         if not plain or not size[1] or size[0] * size[1] > _MOST_TOKENS or not _records(model):
             return None
+        if adapter_rows(model):
+            return None  # a graph holds the adapters that were active when it was recorded
         fusion = fusion_of(model)
         if fusion is not None and not fusion.for_inference:
             self.forget()  # it trains between prompts, and its memory is planned
@@ -87,7 +90,10 @@ class PromptGraphs:
             return None
         try:
             if size not in self.graphs:
-                self.graphs[size] = self._record(model, size, input_ids, padding)
+                graph = self._record(model, size, input_ids, padding)
+                if graph is None:
+                    return None
+                self.graphs[size] = graph
                 self._key = _key_of(model)  # values of weights may be kept since
         except Unsupported as error:
             self.forget()
@@ -102,11 +108,16 @@ class PromptGraphs:
         self.refused, self._key, self._pool = "", None, None
 
     @torch.no_grad()
-    def _record(self, model: Any, size: tuple[int, int], input_ids: Tensor, padding: Tensor) -> _PromptGraph:
+    def _record(
+        self, model: Any, size: tuple[int, int], input_ids: Tensor, padding: Tensor
+    ) -> _PromptGraph | None:
+        """The graph of this length; None where these prompts' logits are not finite, which proves nothing."""
         reason = why_not_modules(model) or _why_not(model)
         if reason:
             raise Unsupported(reason)
         need = read_prompt(model, input_ids, None, padding)
+        if not bool(need.logits.isfinite().all()):
+            return None
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
             with torch.inference_mode(False), torch.no_grad():
