@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput, Unsupported
+from fewbits.kernels.launch.derivatives import once_differentiable
 
 
 class OperationContext:
@@ -249,6 +250,7 @@ class _ByHand(torch.autograd.Function):
         return tuple(t.view_as(t) if t is x else t for t in (y, *further))
 
     @staticmethod
+    @once_differentiable("an operation with its own backward pass")
     def backward(ctx: Any, dy: Tensor, *further: Tensor) -> Any:
         op, own = ctx.op, ctx.own
         if hasattr(op, "op_backward") and not (ctx.count or op.num_extra_outputs):

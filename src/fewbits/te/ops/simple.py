@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te import norm
 from fewbits.te.distributed import group_size
 from fewbits.te.module import Module
@@ -62,7 +63,7 @@ class Dropout(BasicOperation):
         return F.dropout(in_autocast(x), self.dropout_probability, self.training) if self.training else x
 
 
-class _Into(torch.autograd.Function):
+class _IntoTarget(torch.autograd.Function):
     """The sum of two tensors, written to the second."""
 
     @staticmethod
@@ -85,7 +86,7 @@ class AddExtraInput(BasicOperation):
 
     def compute(self, x: Tensor, *extra: Tensor, **words: Any) -> Any:
         """The sum of x (..., K) and another (..., K)."""
-        return _Into.apply(x, extra[0]) if self.in_place else extra[0] + x
+        return _IntoTarget.apply(x, extra[0]) if self.in_place else extra[0] + x
 
 
 class MakeExtraOutput(BasicOperation):
@@ -163,6 +164,7 @@ class _Rounding(torch.autograd.Function):
         return x.view_as(x) if forward is None or isinstance(x, QuantizedTensor) else forward(x)
 
     @staticmethod
+    @once_differentiable("te.ops.Quantize")
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, None, None]:
         rounds = ctx.quantizer is not None and not isinstance(dy, QuantizedTensor)
         return ctx.quantizer(dy) if rounds else dy, None, None
