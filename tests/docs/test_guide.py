@@ -114,10 +114,14 @@ def lines(name: str, rows: list[Any]) -> None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers with a chat template."""
+    from tokenizers import decoders
+
     from tests.models.tiny_folders import byte_tokenizer, saved
 
     changes = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
-    return saved(tmp_path_factory.mktemp("guide") / "model", "llama", byte_tokenizer(), **changes)
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()  # transformers finds stop strings by it
+    return saved(tmp_path_factory.mktemp("guide") / "model", "llama", tokenizer, **changes)
 
 
 def adapted(folder: Path) -> tuple[Any, Any]:

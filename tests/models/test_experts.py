@@ -237,7 +237,7 @@ def test_a_merge_that_went_wrong_is_not_written(
 ) -> None:
     """One expert without its adapter, or another router: routing that is given does not hide either."""
     adapted = adapted_mixture(tmp_path, "qwen3_moe")
-    perturb(adapted, scale=0.1)
+    perturb(adapted, scale=0.3)  # several times what rounding explains
     right = WholeMerger._sum
 
     def spoiled(self: WholeMerger, name: str, weight: torch.Tensor) -> torch.Tensor:
