@@ -233,6 +233,27 @@ def test_without_a_check_the_receipt_says_so(tmp_path: Path, monkeypatch: pytest
     assert "NOT CHECKED" in (tmp_path / "out" / "export.json").read_text()
 
 
+def test_a_rerun_keeps_what_lies_beside_the_export(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "base", **SIZES)
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    out = tmp_path / "out"
+    exported(model, words, out, "gptq", check=False)
+    wrote = {path.name for path in out.iterdir()}
+    record = json.loads((out / "export.json").read_text())
+    assert record["written_by"] == "fewbits" and set(record["files"]) == wrote
+    for name in ("preprocessor_config.json", "model_ema.safetensors"):
+        (out / name).write_text("mine")
+    exported(model, words, out, "gptq", check=False)
+    assert {path.name for path in out.iterdir()} == {
+        *wrote,
+        "preprocessor_config.json",
+        "model_ema.safetensors",
+    }
+    (out / "export.json").write_text(json.dumps({"written": record["written"]}))
+    with pytest.raises(BadInput, match="exists and is not empty"):
+        exported(model, words, out, "gptq", check=False)
+
+
 def test_a_changed_tokenizer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny(tmp_path / "base", **SIZES)
     model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)

@@ -136,12 +136,50 @@ def test_several_methods_give_a_file_each(tmp_path: Path) -> None:
         "export.json",
     }
     assert (tmp_path / "out" / "base-Q6_K.gguf").read_bytes() == six
-    assert len(json.loads((tmp_path / "out" / "export.json").read_text())) == 3
+    record = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert record.pop("written_by") == "fewbits" and set(record.pop("files")) == {*record, "export.json"}
+    assert set(record) == {f"base-{kind}.gguf" for kind in ("Q8_0", "Q6_K", "Q5_0")}
     mine = tmp_path / "out" / "mine.gguf"
     mine.write_text("not of that export")
     model.save_pretrained_gguf(tmp_path / "out", tokenizer, "q8_0", overwrite=True)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"base-Q8_0.gguf", "export.json", "mine.gguf"}
+
+
+def test_only_exports_of_ours_are_joined(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", "qwen3", byte_tokenizer())
+    model, tokenizer = FastLanguageModel.from_pretrained(base, load_in_4bit=False)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "base-Q8_0.gguf").write_text("of llama.cpp")
+    for text in (
+        '{"mine": "my exporter"}',
+        '{"base-Q8_0.gguf": ["mine"]}',
+        '{"base-Q8_0.gguf": "GGUF Q8_0"}',
+        "[]",
+        "{}",
+        '{"written": ["out: gptq:int4_g32, 3 MB"]}',
+    ):
+        (out / "export.json").write_text(text)
+        with pytest.raises(BadInput, match="exists and is not empty"):
+            model.save_pretrained_gguf(out, tokenizer, "q8_0", check=False)
+        assert (out / "base-Q8_0.gguf").read_text() == "of llama.cpp"
+        assert (out / "export.json").read_text() == text
+    (out / "base-Q8_0.gguf").unlink()
+    (out / "export.json").unlink()
+    model.save_pretrained_gguf(out, tokenizer, "q8_0", check=False)
+    record = json.loads((out / "export.json").read_text())
+    bare = {"base-Q8_0.gguf": record["base-Q8_0.gguf"]}
+    (out / "export.json").write_text(json.dumps(bare))  # as exports wrote it before they named themselves
+    (out / "base-Q5_0.gguf").write_text("of llama.cpp")
+    (out / "tokenizer.model").write_text("mine")
+    with pytest.raises(BadInput, match=r"base-Q5_0\.gguf is not of the earlier call"):
+        model.save_pretrained_gguf(out, tokenizer, "q5_0", check=False)
+    model.save_pretrained_gguf(out, tokenizer, ["q8_0", "q6_k"], check=False)
+    assert (out / "base-Q5_0.gguf").read_text() == "of llama.cpp"
+    assert (out / "tokenizer.model").read_text() == "mine"
+    files = json.loads((out / "export.json").read_text())["files"]
+    assert files == ["base-Q6_K.gguf", "base-Q8_0.gguf", "export.json"]
 
 
 @pytest.mark.parametrize("fault", ["rows stay as they are", "two tensors change places"])

@@ -314,6 +314,76 @@ def test_a_script_that_runs_again_replaces_what_it_wrote_and_nothing_else(tmp_pa
         model.save_pretrained_merged(tmp_path / "base", tokenizer, overwrite=True)
 
 
+@pytest.mark.parametrize("method", ["merged_16bit", "merged_4bit", "lora"])
+def test_a_rerun_removes_only_what_the_earlier_call_wrote(method, tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    place = tmp_path / "out"
+    model.save_pretrained_merged(place, tokenizer, save_method=method, max_shard_size="50KB")
+    record = json.loads((place / "merge.json").read_text())
+    assert record["written_by"] == "fewbits" and record["save_method"] == method
+    wrote = {p.relative_to(place).as_posix() for p in place.rglob("*") if p.is_file()}
+    assert set(record["files"]) == wrote
+    mine = (
+        "tokenizer.model",
+        "preprocessor_config.json",
+        "model_ema.safetensors",
+        "pytorch_model_fsdp.bin",
+        "vocab.txt",
+        "export.json",
+        "checkpoint-5/config.json",
+    )
+    for name in mine:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(name)
+    model.save_pretrained_merged(place, None if method == "lora" else tokenizer, save_method=method)
+    assert {name: (place / name).read_text() for name in mine} == {name: name for name in mine}
+    record = json.loads((place / "merge.json").read_text())
+    there = {p.relative_to(place).as_posix() for p in place.rglob("*") if p.is_file()}
+    assert there == {*record["files"], *mine} and not {*record["files"]} & {*mine}
+    if method == "lora":  # what the earlier call alone wrote is gone
+        assert "tokenizer.json" in wrote and "tokenizer.json" not in there
+
+
+def test_folders_of_other_writers_are_refused_by_default(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    for method, kind in (("merged_16bit", "base"), ("lora", "adapter")):
+        for number, text in enumerate((None, '{"by": "mergekit"}', "[1]", "no JSON", '{"files": ["a"]}')):
+            place = tmp_path / f"{method}{number}"
+            if kind == "adapter":
+                model.save_pretrained(place)  # PEFT's own, of whatever training
+            else:
+                shutil.copytree(tmp_path / "base", place)
+            if text is not None:
+                (place / "merge.json").write_text(text)
+            before = {p.name: p.read_bytes() for p in place.iterdir()}
+            with pytest.raises(BadInput, match="exists and is not empty"):
+                model.save_pretrained_merged(place, tokenizer, save_method=method)
+            assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+        model.save_pretrained_merged(place, tokenizer, save_method=method, overwrite=True)
+
+
+def test_a_name_that_somebody_took_since_is_refused(tmp_path):
+    model, tokenizer = trained(tmp_path / "base")
+    place = tmp_path / "out"
+    model.save_pretrained_merged(place, save_method="lora")
+    (place / "tokenizer.json").write_text("mine")
+    before = {p.name: p.read_bytes() for p in place.iterdir()}
+    with pytest.raises(BadInput, match=r"tokenizer\.json is not of the earlier call"):
+        model.save_pretrained_merged(place, tokenizer, save_method="lora")
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+
+
+def test_a_record_goes_with_the_files_that_it_names(tmp_path):
+    """Another model saved there since is not of that merge, and no rerun replaces it."""
+    model, tokenizer = trained(tmp_path / "base")
+    model.save_pretrained_merged(tmp_path / "out", tokenizer)
+    packed, _ = FastLanguageModel.from_pretrained(tmp_path / "base")
+    packed.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "merge.json").exists()
+    with pytest.raises(BadInput, match="exists and is not empty"):
+        model.save_pretrained_merged(tmp_path / "out", tokenizer)
+
+
 def test_what_is_refused(tmp_path):
     model, tokenizer = trained(tmp_path / "base")
     with pytest.raises(BadInput, match="save_method"):

@@ -124,6 +124,32 @@ def test_an_existing_folder_keeps_its_other_files_and_loses_stale_weights(tmp_pa
     assert names(tmp_path) == {"a"}
 
 
+def test_only_files_named_as_written_before_go(tmp_path):
+    target = tmp_path / "a"
+    (target / "deep" / "empty").mkdir(parents=True)
+    (target / "gone").mkdir()
+    for name in ("config.json", "tokenizer.json", "deep/w", "deep/mine", "gone/w", "model_ema.safetensors"):
+        (target / name).write_text("old")
+    (target / "deep").chmod(0o700)
+    (target / "link").symlink_to("deep")
+    written = frozenset({"config.json", "tokenizer.json", "deep/w", "gone/w", "../b"})
+    with whole_folder(target, overwrite=True, written=written) as folder:
+        (folder / "config.json").write_text("new")
+        (folder / "deep").mkdir()
+        (folder / "deep" / "w").write_text("new")
+    assert names(target) == {"config.json", "deep", "link", "model_ema.safetensors"}
+    assert names(target / "deep") == {"w", "mine", "empty"} and (target / "link").is_symlink()
+    assert (target / "config.json").read_text() == (target / "deep" / "w").read_text() == "new"
+    assert (target / "deep" / "mine").read_text() == (target / "model_ema.safetensors").read_text() == "old"
+    with (
+        pytest.raises(BadInput, match="deep/mine is not of the earlier call"),
+        whole_folder(target, overwrite=True, written=written) as folder,
+    ):
+        (folder / "deep").mkdir()
+        (folder / "deep" / "mine").write_text("new")
+    assert (target / "deep" / "mine").read_text() == "old" and names(tmp_path) == {"a"}
+
+
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for target in (tmp_path / "file", tmp_path / "file" / "model", Path("/proc/fewbits/model")):

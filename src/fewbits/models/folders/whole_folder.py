@@ -18,7 +18,6 @@ import ctypes
 import errno
 import glob
 import json
-import logging
 import os
 import re
 import secrets
@@ -32,9 +31,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from fewbits.errors import BadInput, FewbitsError
+from fewbits.models.folders.records import RECORDS, files_of, refuse_others
 from fewbits.words import size
 
-logger = logging.getLogger("fewbits")
 MODEL, ADAPTER = "config.json", "adapter_config.json"  # the file that tells what a folder holds
 _OWNER, _NEW, _OLD = "owner.json", "new", "old"
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.partial")
@@ -64,6 +63,7 @@ def whole_folder(
     marker: str = MODEL,
     protected: Iterable[Path | str] = (),
     replaced: Iterable[str] = (),
+    written: frozenset[str] | None = None,
 ) -> Iterator[Path]:
     """A hidden folder to write into; on success it is synced and takes target's place by one rename.
 
@@ -76,6 +76,8 @@ def whole_folder(
         marker: `MODEL` or `ADAPTER`, what is being written.
         protected: folders that are read for this; ``target`` may neither be nor hold one.
         replaced: names of further files that go with what is replaced.
+        written: paths in ``target`` that an earlier call wrote (`replaces_own`): with ``overwrite`` these
+            alone go, and everything else stays.
 
     Raises:
         BadInput: the place is taken, protected, or cannot be written to, or the disk is full. On any error
@@ -99,9 +101,14 @@ def whole_folder(
         if inside:
             _fill(new, target)
         else:
-            _carry_over(
-                target, new, (*_BELONGS_TO_A_MODEL, *map(glob.escape, replaced)) if overwrite else _WEIGHTS
-            )
+            if written is not None:
+                _carry_over_others(target, new, written)
+            else:
+                _carry_over(
+                    target,
+                    new,
+                    (*_BELONGS_TO_A_MODEL, *map(glob.escape, replaced)) if overwrite else _WEIGHTS,
+                )
             sync(new)
             if overwrite is False:
                 _put_new(new, target)
@@ -114,28 +121,6 @@ def whole_folder(
         raise _write_error(target, error) from error
     finally:
         _discard(partial)
-
-
-def replaces_own(target: Path | str, mark: str, overwrite: bool | None) -> bool:
-    """Whether a call that writes a folder may replace the one that is there.
-
-    Args:
-        target: the folder.
-        mark: the file that such a call leaves in what it writes.
-        overwrite: what the caller said; None, nothing: what an earlier such call wrote is replaced, as
-            transformers' ``save_pretrained`` does when a script runs again, and nothing else is.
-
-    Returns:
-        What to say to `whole_folder`.
-    """
-    if overwrite is not None:
-        return overwrite
-    is_own = (Path(target).expanduser() / mark).is_file()
-    if is_own:
-        logger.warning(
-            "%s was written by an earlier such call, and is replaced; overwrite=False refuses.", target
-        )
-    return is_own
 
 
 def check_destination(
@@ -336,11 +321,40 @@ def _carry_over(target: Path, new: Path, replaced: tuple[str, ...]) -> None:
         stale = any(entry.match(pattern) for pattern in replaced)
         if stale and (has_weights or replaced is not _WEIGHTS):
             continue
+        if entry.name in RECORDS and any((new / name).exists() for name in files_of(entry)):
+            continue  # what it says it wrote is no longer there
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
         else:
             _link(entry, new / entry.name)
     shutil.copymode(target, new)
+
+
+def _carry_over_others(target: Path, new: Path, written: frozenset[str]) -> None:
+    """Give ``new`` all of ``target`` but the files in ``written``, as further names of the same data.
+
+    Raises:
+        BadInput: ``new`` has a file of the same name as one that is not in ``written``.
+    """
+    if not target.is_dir():
+        return
+    refuse_others(target, (p.relative_to(new).as_posix() for p in new.rglob("*") if not p.is_dir()), written)
+    made = [target]
+    for path in sorted(target.rglob("*")):
+        inner = path.relative_to(target)
+        is_folder = path.is_dir() and not path.is_symlink()
+        if inner.as_posix() in written or _PARTIAL.fullmatch(inner.parts[0]):
+            continue
+        if is_folder and any(path.iterdir()):
+            continue  # made with the first file in it that stays
+        for folder in reversed([*([path] if is_folder else []), *path.parents]):
+            if folder.is_relative_to(target) and not (new / folder.relative_to(target)).is_dir():
+                (new / folder.relative_to(target)).mkdir()
+                made.append(folder)
+        if not is_folder:
+            _link(path, new / inner)
+    for folder in reversed(made):
+        shutil.copymode(folder, new / folder.relative_to(target))
 
 
 def _link(source: str | Path, place: str | Path) -> None:

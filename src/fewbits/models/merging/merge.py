@@ -7,9 +7,9 @@ does not enter), read shard by shard; otherwise the dequantised weight. The rece
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import ADAPTER, check_destination, replaces_own, whole_folder
+from fewbits.models.folders.records import Replaced, replaces_own, write_record
+from fewbits.models.folders.whole_folder import ADAPTER, check_destination, whole_folder
 from fewbits.models.merging.experts import WholeMerger, has_experts
 from fewbits.models.merging.merger import TOKENIZER_FILES, Merger, MergeReceipt
 from fewbits.models.packing.packed import recipe_of
@@ -64,9 +65,9 @@ def save_pretrained_merged(
             (adapter only).
         dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
         max_shard_size: bytes of one file, where the original's shards do not decide it.
-        overwrite: None: what an earlier call of this method wrote is replaced, by one rename, any other
-            folder that is not empty refused. True: replace any model (for "lora": an adapter) that is in the
-            folder. False: refuse a folder that is not empty.
+        overwrite: None: the files that an earlier call wrote (its merge.json names them) are replaced, by one
+            rename, and others stay; any other folder that is not empty is refused. True: replace any model
+            (for "lora": an adapter) that is in the folder. False: refuse a folder that is not empty.
         options: names that Unsloth's method takes; ``push_to_hub`` is refused, the rest choose nothing here.
 
     Returns:
@@ -81,32 +82,28 @@ def save_pretrained_merged(
         save_method, save_method
     )
     _check_options(method, options)
-    overwrite = replaces_own(save_directory, ADAPTER if method == "lora" else RECEIPT, overwrite)
+    place = replaces_own(save_directory, RECEIPT, overwrite)
     if method == "lora":
-        _save_adapter(model, save_directory, tokenizer, overwrite)
+        _save_adapter(model, save_directory, tokenizer, place)
         return None
     base = unwrap(model)
     read = files_read(base)
-    check_destination(save_directory, overwrite=overwrite, protected=read)
+    check_destination(save_directory, overwrite=place.overwrite, protected=read)
     merger = _merger_of(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    published = partial(
+        whole_folder, save_directory, overwrite=place.overwrite, protected=read, written=place.written
+    )
     if method == "merged_16bit":
-        with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
+        with published() as folder:
             error, tolerance = merger.write(folder, tokenizer, _as_bytes(max_shard_size))
-            _mark(folder, method)
+            write_record(folder, RECEIPT, {"save_method": method})
         return merger.receipt(save_directory, method, error, tolerance)
-    with whole_folder(save_directory, overwrite=overwrite, protected=read) as folder:
+    with published() as folder:
         error, tolerance = merger.write(folder / "16bit", tokenizer, _as_bytes(max_shard_size))
         _pack(base, folder / "16bit", folder)
         shutil.rmtree(folder / "16bit")
-        _mark(folder, method)
+        write_record(folder, RECEIPT, {"save_method": method})
     return merger.receipt(save_directory, method, error, tolerance)
-
-
-def _mark(folder: Path, method: str) -> None:
-    """Leave word of who wrote this, by which a later call knows what it may replace."""
-    (folder / RECEIPT).write_text(
-        json.dumps({"written_by": "fewbits", "save_method": method}) + "\n", "utf-8"
-    )
 
 
 def _merger_of(base: nn.Module, dtype: torch.dtype) -> Merger:
@@ -125,15 +122,18 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         raise BadInput(f"save_pretrained_merged knows no option {', '.join(unknown)}; leave it out.")
 
 
-def _save_adapter(model: nn.Module, save_directory: str | Path, tokenizer: Any, overwrite: bool) -> None:
+def _save_adapter(model: nn.Module, save_directory: str | Path, tokenizer: Any, place: Replaced) -> None:
     from peft import PeftModel
 
     if not isinstance(model, PeftModel):
         raise BadInput("save_method='lora' needs the PeftModel; call it on what get_peft_model returned.")
-    with whole_folder(save_directory, overwrite=overwrite, marker=ADAPTER) as folder:
+    with whole_folder(
+        save_directory, overwrite=place.overwrite, marker=ADAPTER, written=place.written
+    ) as folder:
         type(model).save_pretrained(model, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        write_record(folder, RECEIPT, {"save_method": "lora"})
 
 
 def _as_bytes(size: int | str) -> int:

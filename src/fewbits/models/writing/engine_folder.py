@@ -26,7 +26,8 @@ from fewbits.host.transposed import is_conv1d
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.checkpoint import INDEX, WEIGHTS
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import check_destination, replaces_own, whole_folder
+from fewbits.models.folders.records import replaces_own, write_record
+from fewbits.models.folders.whole_folder import check_destination, whole_folder
 from fewbits.models.merging.merge import save_pretrained_merged as save_merged
 from fewbits.models.merging.merger import MergeReceipt
 from fewbits.models.writing.exported_weights import ExportedWeights
@@ -71,7 +72,7 @@ def save_pretrained_merged(
                 raise BadInput(f"save_method={save_method!r} knows no option {name}; leave it out.")
         return save_merged(model, save_directory, tokenizer, save_method, **options)
     codec = codec_for(*chosen)  # refuses before anything is read
-    overwrite = replaces_own(save_directory, RECEIPT, options.pop("overwrite", None))
+    place = replaces_own(save_directory, RECEIPT, options.pop("overwrite", None))
     check = bool(options.pop("check", True))
     rows = options.pop("calibrate", None)
     check_options("save_pretrained_merged", options)
@@ -87,14 +88,19 @@ def save_pretrained_merged(
         )
     base = unwrap(model)
     read = files_read(base)
-    check_destination(save_directory, overwrite=overwrite, protected=read)
+    check_destination(save_directory, overwrite=place.overwrite, protected=read)
     work = _Work(ExportedWeights(base, tokenizer), *chosen)
     if rows is not None:
         work.calibrate(rows)
-    with whole_folder(save_directory, overwrite=overwrite, protected=read, replaced=[RECEIPT]) as folder:
+    with whole_folder(
+        save_directory,
+        overwrite=place.overwrite,
+        protected=read,
+        replaced=[RECEIPT],
+        written=place.written,
+    ) as folder:
         receipt = work.write(folder, Path(save_directory), check=check)
-        lines = {"written": str(receipt).splitlines()}
-        (folder / RECEIPT).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+        write_record(folder, RECEIPT, {"written": str(receipt).splitlines()})
     return receipt
 
 

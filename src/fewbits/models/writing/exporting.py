@@ -6,7 +6,6 @@ The weights are merged and decoded one tensor at a time (`fewbits.models.merging
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,8 @@ from fewbits.export.gguf_vocabulary import Vocabulary
 from fewbits.formats.base import Packed
 from fewbits.host.unwrap import unwrap
 from fewbits.models.folders.original import files_read
-from fewbits.models.folders.whole_folder import check_destination, replaces_own, whole_folder
+from fewbits.models.folders.records import read_record, refuse_others, replaces_own, write_record
+from fewbits.models.folders.whole_folder import check_destination, whole_folder
 from fewbits.models.merging.merge import IGNORED_OPTIONS
 from fewbits.models.writing.exported_weights import ExportedWeights
 from fewbits.models.writing.proof import RECEIPT, ExportReceipt
@@ -60,9 +60,9 @@ def save_pretrained_gguf(
         save_directory: the folder to write; never the one that the model was loaded from.
         tokenizer: the model's; None takes the one in the folder that the model was loaded from.
         quantization_method: such as "q8_0", "q4_k_m", "q6_k", "f16"; a list writes a file for each.
-        overwrite: None: in the folder of an earlier export a file of the same name is replaced, and all else
-            stays. True: all files that it wrote go, also those of other methods; what else lies there stays.
-            False: a folder that is not empty is refused.
+        overwrite: None: in the folder of an earlier export its file of the same name is replaced, and all
+            else stays; any other folder that is not empty is refused. True: all files that it wrote go, also
+            those of other methods; what else lies there stays. False: a folder that is not empty is refused.
         calibrate: a JSON Lines file of "text" or "messages"; by what each linear is given on it, columns
             count more or less where weights are rounded (llama.cpp's importance matrix). None: all alike.
         check: read the file back and compare; without, the receipt says that nothing was proved.
@@ -82,35 +82,37 @@ def save_pretrained_gguf(
     import_gguf()
     base = unwrap(model)
     read = files_read(base)
-    joins = overwrite is None  # files of other methods stay, as when a script writes one after the other
-    overwrite = replaces_own(save_directory, RECEIPT, overwrite)
-    check_destination(save_directory, overwrite=overwrite, marker=RECEIPT, protected=read)
+    place = replaces_own(save_directory, RECEIPT, overwrite)
+    target = check_destination(save_directory, overwrite=place.overwrite, marker=RECEIPT, protected=read)
     weights = ExportedWeights(base, tokenizer)
     architecture_of(base.config.get_text_config())
     work = _Work(weights, weights.vocabulary(), Path(save_directory), check)
     if calibrate is not None:
         work.calibrate(calibrate)
-    receipts = []
-    told = _earlier(Path(save_directory)) if overwrite else {}
-    earlier = [] if joins else [name for name in told if name.endswith(".gguf")]
+    names = [work.name_of(method) for method in methods]
+    told = _told(target) if place.overwrite else {}
+    written = place.written
+    if written is not None:  # files of other methods stay, as when a script writes one after the other
+        written = (written & set(names)) | {RECEIPT}
+        refuse_others(target, names, written)
     with whole_folder(
-        save_directory, overwrite=overwrite, marker=RECEIPT, protected=read, replaced=earlier
+        save_directory,
+        overwrite=place.overwrite,
+        marker=RECEIPT,
+        protected=read,
+        replaced=told,
+        written=written,
     ) as folder:
-        for method in methods:
-            receipts.append(work.write(folder, method))
-        lines = {r.path.name: str(r).splitlines() for r in receipts}
-        lines = {**told, **lines} if joins else lines
-        (folder / RECEIPT).write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+        receipts = [work.write(folder, method) for method in methods]
+        lines = {} if written is None else {n: said for n, said in told.items() if (target / n).exists()}
+        lines.update({r.path.name: str(r).splitlines() for r in receipts})
+        write_record(folder, RECEIPT, lines, earlier=lines)
     return receipts[0] if one else receipts
 
 
-def _earlier(folder: Path) -> dict[str, list[str]]:
+def _told(folder: Path) -> dict[str, list[str]]:
     """What an export in ``folder`` tells of each of its files; nothing where there is none."""
-    try:
-        lines = json.loads((folder.expanduser() / RECEIPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return lines if isinstance(lines, dict) else {}
+    return {name: said for name, said in read_record(folder / RECEIPT).items() if name.endswith(".gguf")}
 
 
 def _as_list(names: str | Sequence[str]) -> list[str]:
@@ -145,12 +147,16 @@ class _Work:
         self.importance = {name: m.mean_square for name, m in moments.items() if bool(m.mean_square.any())}
         self.tokens = max(m.rows for m in moments.values())
 
+    def name_of(self, method: str) -> str:
+        """The file's, after the model's."""
+        name = Path(str(getattr(self.weights.base.config, "name_or_path", "") or "model")).name
+        return f"{_without_method(name)}-{method.upper()}.gguf"
+
     def write(self, folder: Path, method: str) -> ExportReceipt:
         """One file, read back if that was asked for."""
         weights = self.weights
         planned = plan_tensors(weights.config, weights.shapes, method, head_is_tied=weights.head_is_tied)
-        name = Path(str(getattr(weights.base.config, "name_or_path", "") or "model")).name
-        file = folder / f"{_without_method(name)}-{method.upper()}.gguf"
+        file = folder / self.name_of(method)
         unchanged: list[str] = []
         source = Source(weights.weight, partial(self._packed, unchanged), self.importance)
         write_gguf(file, weights.config, self.vocabulary, planned, source, method=method)
