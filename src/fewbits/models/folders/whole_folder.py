@@ -339,7 +339,7 @@ def _carry_over_others(target: Path, new: Path, written: frozenset[str]) -> None
     if not target.is_dir():
         return
     refuse_others(target, (p.relative_to(new).as_posix() for p in new.rglob("*") if not p.is_dir()), written)
-    made = [target]
+    folders = [target]
     for path in sorted(target.rglob("*")):
         inner = path.relative_to(target)
         is_folder = path.is_dir() and not path.is_symlink()
@@ -350,10 +350,10 @@ def _carry_over_others(target: Path, new: Path, written: frozenset[str]) -> None
         for folder in reversed([*([path] if is_folder else []), *path.parents]):
             if folder.is_relative_to(target) and not (new / folder.relative_to(target)).is_dir():
                 (new / folder.relative_to(target)).mkdir()
-                made.append(folder)
+                folders.append(folder)
         if not is_folder:
             _link(path, new / inner)
-    for folder in reversed(made):
+    for folder in reversed(folders):
         shutil.copymode(folder, new / folder.relative_to(target))
 
 
