@@ -77,3 +77,69 @@ def test_the_adapter_is_pefts_both_ways(kind, tmp_path):
         torch.testing.assert_close(ours.eval()(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
         plain = mixture(kind)(input_ids=ids).logits
     assert (expected - plain).abs().max() > 0.05
+
+
+def layers_with(model) -> set[str]:
+    names = [name for name, _ in model.named_parameters() if "lora_A" in name]
+    return {found.group(1) for name in names if (found := re.search(r"layers\.(\d+)\.mlp\.experts", name))}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj", "down_proj"]])
+def test_layers_to_transform_holds_for_experts_saved_loaded_and_merged(kind, targets, tmp_path):
+    import torch
+
+    model = fewbits.get_peft_model(mixture(kind), r=4, target_modules=targets, layers_to_transform=[1])
+    assert layers_with(model) == {"1"} and adapted(model) == {"mlp.experts"}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    ids = torch.randint(5, 60, (2, 9))
+    model.save_pretrained(tmp_path)
+    theirs = peft.PeftModel.from_pretrained(mixture(kind), tmp_path)
+    ours = fewbits.load_adapter(mixture(kind), tmp_path)
+    assert layers_with(theirs) == layers_with(ours) == {"1"}
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        for other in (theirs.eval(), ours.eval(), model.merge_and_unload()):
+            torch.testing.assert_close(other(input_ids=ids).logits, expected, rtol=1e-3, atol=1e-3)
+        assert (expected - mixture(kind)(input_ids=ids).logits).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("excluded", [["experts"], ".*experts.*", r".*\.layers\.\d+\.mlp\.experts"])
+def test_excluded_experts_have_no_adapters_and_then_dropout_is_taken(kind, excluded):
+    config = peft.LoraConfig(r=4, target_modules="all-linear", exclude_modules=excluded, lora_dropout=0.1)
+    for model in (
+        fewbits.get_peft_model(mixture(kind), config),
+        fewbits.FastLanguageModel.get_peft_model(mixture(kind), r=4, exclude_modules=excluded),
+    ):
+        assert not layers_with(model)
+        names = {n.split(".")[-4] for n, _ in model.named_parameters() if "lora_A" in n}
+        assert names >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert ("gate_proj" in names) == (kind == "qwen2_moe")  # of dense layers and shared experts
+        assert "means the routed experts" not in str(fewbits.explain(model))
+
+
+def test_one_weight_of_the_experts_may_be_excluded():
+    model = fewbits.get_peft_model(mixture("mixtral"), r=4, exclude_modules=["down_proj"])
+    assert set(model.peft_config["default"].target_parameters) == {"mlp.experts.gate_up_proj"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"init_lora_weights": name} for name in ("orthogonal", "pissa", "olora", "loftq", "eva", "corda")),
+        {"use_dora": True},
+        {"lora_dropout": 0.1},
+    ],
+)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_what_an_adapter_on_experts_cannot_do_is_said_with_a_way_out(settings, is_packed):
+    model = mixture("mixtral")
+    if is_packed:
+        fewbits.convert(model, "qlora_nf4")
+    said = r'adapters? on experts .*leave the experts out with exclude_modules=\["experts"\]'
+    with pytest.raises(fewbits.errors.Unsupported, match=said):
+        fewbits.get_peft_model(model, r=4, **settings)

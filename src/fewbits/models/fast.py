@@ -176,8 +176,9 @@ class FastLanguageModel:
             use_rslora: rank-stabilised scaling.
             options: random_state (3407), use_gradient_checkpointing (True, False, "unsloth"; "auto" or GiB
                 with fewbits.training.plan.memory_budget.budget_for), modules_to_save, layers_to_transform,
-                init_lora_weights, adapt_embeddings (True: an embedding among the targets gets an adapter, as
-                in PEFT; else it is trained in full, as in Unsloth), and Unsloth's other arguments.
+                exclude_modules, init_lora_weights, adapt_embeddings (True: an embedding among the targets
+                gets an adapter, as in PEFT; else it is trained in full, as in Unsloth), and Unsloth's other
+                arguments.
 
         Returns:
             A peft.PeftModel in training mode. Where the base has dropout of its own (GPT-2, OPT), which that

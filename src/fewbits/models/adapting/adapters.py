@@ -7,6 +7,7 @@ function is called.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -44,7 +45,7 @@ from fewbits.models.adapting.quantization_error import (
 )
 from fewbits.models.loading.longer_positions import check_length, mark_stretched
 from fewbits.models.merging.branches import base_name, plain_name
-from fewbits.models.packing.expert_targets import told_of_all_linear, with_experts
+from fewbits.models.packing.expert_targets import check_on_experts, told_of_all_linear, with_experts
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
@@ -84,10 +85,12 @@ def get_peft_model(
 
     named = getattr(lora, "target_modules", getattr(lora, "targets", LoRA().targets))
     targets = settings.get("target_modules", named)  # PEFT's configuration is completed in place
-    told = told_of_all_linear(model, _spec_or_none(model)) if targets == "all-linear" else None
     from_error = take_request(lora, settings)
-    config = lora_config(model, lora, **settings)
+    config, spec = lora_config(model, lora, **settings), _spec_or_none(model)
+    told = told_of_all_linear(model, spec, config.target_parameters) if targets == "all-linear" else None
     if from_error:
+        if spec is not None and spec.experts is not None and config.target_parameters:
+            check_on_experts({"init_lora_weights": FROM_ERROR}, spec)
         mark(config, model)
     mark_stretched(config, model)
     with _own_random_numbers(seed), _parameters_matched(config):
@@ -364,18 +367,10 @@ def _lora_config(model: nn.Module, lora: Any, settings: dict[str, Any]) -> Any:
 
 def _take_experts(model: nn.Module, config: Any) -> None:
     """Let a ``peft.LoraConfig`` of "all-linear" mean the same experts as ours does."""
-    names = (
-        "target_modules",
-        "target_parameters",
-        "rank_pattern",
-        "alpha_pattern",
-        "r",
-        "lora_alpha",
-        "lora_dropout",
-    )
-    fields = with_experts(model, _spec_or_none(model), {name: getattr(config, name) for name in names})
-    for name, value in fields.items():
-        setattr(config, name, value)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for name, value in with_experts(model, _spec_or_none(model), fields).items():
+        if value is not fields[name]:
+            setattr(config, name, value)
 
 
 def _towers(model: nn.Module) -> str | None:

@@ -46,6 +46,7 @@ PEFT_CHOOSES_NOTHING = {
 }
 PEFT_FIELDS = {
     "layers_to_transform",
+    "exclude_modules",
     "modules_to_save",
     "init_lora_weights",
     "loftq_config",
