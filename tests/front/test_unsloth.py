@@ -207,6 +207,18 @@ def test_a_classifier_is_packed_and_its_head_trains(shared, caplog):
         FastModel.from_pretrained(path, colour=1, **kind)
 
 
+def test_a_classifier_in_16_bits_gets_adapters_although_a_plain_load_trains_everything(shared):
+    from transformers import AutoModelForSequenceClassification as Kind
+
+    path = shared / "data" / "models" / "stories260k"
+    model, _ = FastModel.from_pretrained(path, auto_model=Kind, num_labels=3, load_in_4bit=False)
+    assert all(p.requires_grad for p in model.parameters())
+    model = FastModel.get_peft_model(model, r=4, task_type="SEQ_CLS")
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("lora_A" in name for name in trained)
+    assert all("lora_" in name or "score" in name for name in trained)
+
+
 def test_gate_and_up_are_meant_by_one_name_where_a_model_has_two(loaded):
     model = FastModel.get_peft_model(loaded[0], r=4, target_modules=["q_proj", "gate_up_proj"])
     places = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
