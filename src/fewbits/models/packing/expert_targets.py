@@ -66,19 +66,19 @@ def with_experts(model: nn.Module, spec: ModelSpec | None, fields: dict[str, Any
     meant = names & {*weights, *(_BOTH if is_fused else ())}
     if not meant:
         return fields
-    wanted = {
+    names_at = {
         path: {name for name in meant if _is_wanted(fields, path, name)}
         for path, _ in expert_modules(model, spec)
     }
-    for some in wanted.values():
+    for some in names_at.values():
         if is_fused and len(some & {*_BOTH}) == 1:
             raise SpecMismatch(
                 f"{', '.join(some & {*_BOTH})} of the experts cannot be adapted alone: the model stores"
                 f" {' and '.join(_BOTH)} as one weight; name both, or exclude both."
             )
     parameters = {
-        f"{_ending(path, spec, whole=wanted)}.{'gate_up_proj' if is_fused and name in _BOTH else name}"
-        for path, some in wanted.items()
+        f"{_ending(path, spec, whole=names_at)}.{'gate_up_proj' if is_fused and name in _BOTH else name}"
+        for path, some in names_at.items()
         for name in some
     }
     beside = set() if peft_moves(model, meant) else meant & set(spec.linear_names)  # shared and dense ones
