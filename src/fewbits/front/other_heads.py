@@ -7,14 +7,13 @@ a plain linear, which PEFT trains whole beside adapters.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fewbits.errors import BadInput
-from fewbits.host.record import part_of, put_part
 from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.adapting.trains_whole import train_whole, trains_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,11 +23,6 @@ _OF_CONFIG = ("num_labels", "id2label", "label2id", "problem_type", "classifier_
 _TO_TRANSFORMERS = ("token", "revision", "cache_dir", "device_map", "local_files_only", "trust_remote_code")
 _CHOOSES_NOTHING = ("use_gradient_checkpointing", "fast_inference", "random_state", "use_exact_model_name")
 TEXT = (None, "CAUSAL_LM")
-
-
-@dataclass(frozen=True)
-class TrainsWhole:
-    """On the record of a model that was loaded with ``full_finetuning=True``: it gets no adapters."""
 
 
 def load_as(
@@ -79,8 +73,7 @@ def load_as(
         dtype = dtype or (torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16)
     model = auto_model.from_pretrained(model_name, **({} if dtype is None else {"dtype": dtype}), **words)
     if full_finetuning:
-        model.requires_grad_(True)
-        put_part(model, TrainsWhole())
+        train_whole(model)
     if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
         model.config.pad_token_id = tokenizer.pad_token_id  # a classifier's batch needs one
     return model, tokenizer
@@ -102,7 +95,7 @@ def adapt_as(model: nn.Module, r: int = 16, *, task_type: str, **options: Any) -
     options = {name: value for name, value in options.items() if value is not None}
     if checkpointing:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    if part_of(model, TrainsWhole) is not None:
+    if trains_whole(model):
         logger.warning("get_peft_model: all weights train (full_finetuning), so there are no adapters.")
         return model
     return get_peft_model(model, r=r, seed=seed, task_type=task_type, **options)
