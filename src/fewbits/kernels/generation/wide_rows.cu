@@ -3,8 +3,8 @@
 //
 // 1. Four warps that lie side by side, a warpgroup, multiply together (warpgroup.cu): their 64 outputs from registers, x from
 //    shared memory, while the warps decode the next weights.
-// 2. Codes go to shared memory first, RING chunks of each warp, of which one is in use and the others are on their way: registers
-//    would hold two, too few for the memory's latency. A lane copies what it will read itself, so no warp waits for another.
+// 2. Codes go to shared memory first, RING chunks of each warp, of which one is in use and the others are on their way, so that
+//    registers are left for the sums. A lane copies what it will read itself, so no warp waits for another.
 // 3. A stage of x is one bulk copy, which the copy engine makes without any warp's help; a barrier in shared memory says when it
 //    has come. It goes where the stage before the last one was: by then no product reads that.
 //
