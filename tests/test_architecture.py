@@ -60,6 +60,7 @@ EVERYONE_MAY_IMPORT = {"errors", "device", "words", "text_files", "yaml_text", "
 # The rooms inside a room, and what each may import of the others: arrows point down here too.
 _SETTINGS = {"config", "config_help", "config_values"}
 _BEFORE_A_RUN = _SETTINGS | {"data", "ranks", "checkpoints", "run_folder", "plan", "calibration", "optimizer"}
+_BEFORE_TE_LAYERS = {"recipe", "support", "arithmetic", "ranks", "tensors"}
 ROOMS_INSIDE = {
     "kernels": {
         "launch": set(),
@@ -85,6 +86,26 @@ ROOMS_INSIDE = {
         "vision": {"adapting"},
         "fused": set(),
         "fast": {"folders", "chat", "packing", "loading", "adapting", "generation", "writing"},
+    },
+    "te": {
+        "recipe": set(),
+        "support": {"recipe"},
+        "refused": set(),
+        "arithmetic": set(),
+        "ranks": set(),
+        "tensors": {"recipe", "support", "arithmetic", "ranks"},
+        "active": _BEFORE_TE_LAYERS,
+        "recipe_state": {*_BEFORE_TE_LAYERS, "active"},
+        "quantizer_factories": {"tensors"},
+        "products": {"arithmetic", "tensors"},
+        "layers": {*_BEFORE_TE_LAYERS, "active", "products"},
+        "attention": {"support", "ranks", "tensors", "active", "layers"},
+        "experts": {"support", "active", "layers"},
+        "optimizers": {"tensors", "layers"},
+        "transformer_layer": {"ranks", "layers", "attention"},
+        "ops": {"support", "ranks", "tensors", "layers"},
+        "drop_in": set(),
+        "former": set(),
     },
     "training": {
         "config_help": set(),

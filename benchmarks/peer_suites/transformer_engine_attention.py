@@ -111,7 +111,7 @@ def put_beside_ours(utils: Any, backends: Any, missing: Any) -> None:
         call.apply_defaults()
         words = SimpleNamespace(**call.arguments)
         given = words.qkv_layer is None and words.kv_layer is None and words.inference_params is None
-        if theirs and given and not te.numerics.current().enabled:
+        if theirs and given and not te.active.numerics.current().enabled:
             return _by_theirs(utils, backends, self, words)
         return ours(self, *args, **kwargs)
 

@@ -32,10 +32,11 @@ from torch.overrides import TorchFunctionMode
 
 import fewbits.te as te
 from fewbits.formats.base import Packed
-from fewbits.te import drop_in, product, support
-from fewbits.te.float4 import Float4
-from fewbits.te.operand import Operand
-from fewbits.te.scaling import updated_scale
+from fewbits.te import drop_in, support
+from fewbits.te.arithmetic.float4 import Float4
+from fewbits.te.arithmetic.scaling import updated_scale
+from fewbits.te.products import product
+from fewbits.te.tensors.operand import Operand
 
 _RUNNING = {"test": False}
 _STARTED = time.monotonic()

@@ -7,8 +7,10 @@ import pickle
 import pickletools
 import sys
 import types
+import zipfile
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +19,6 @@ import torch
 import fewbits.te as te
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.formats.base import Packed
-from fewbits.te.operand import Operand
 from fewbits.te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -25,6 +26,7 @@ from fewbits.te.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from fewbits.te.tensors.operand import Operand
 
 
 def trained(recipe: object) -> te.LayerNormMLP:
@@ -276,3 +278,42 @@ def test_columns_that_a_gpu_laid_out_are_saved_once() -> None:
         ours, theirs = getattr(loaded.operand(), side), getattr(as_on_gpu.operand(), side)
         assert torch.equal(ours.codes.float(), theirs.codes.float()) and ours.shape == theirs.shape
         assert torch.equal(ours.scales, theirs.scales)
+
+
+BEFORE_ROOMS = Path(__file__).parent / "golden" / "flat_addresses.pt"
+"""Quantised tensors of each kind, saved on 24 November 2026, when `fewbits.te` had no rooms."""
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_files_saved_before_modules_moved_are_read(weights_only: bool) -> None:
+    with zipfile.ZipFile(BEFORE_ROOMS) as file:
+        pickled = next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
+    assert b"fewbits.te.quantized_tensor\n" in pickled and b"fewbits.te.roles\n" in pickled
+    value = (torch.arange(16 * 32, dtype=torch.float32) % 13 - 6).reshape(16, 32) * 0.37
+    quantizers = {
+        "current": te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn),
+        "block": te.Float8BlockQuantizer(torch.float8_e4m3fn),
+        "mxfp8": te.MXFP8Quantizer(torch.float8_e4m3fn),
+        "nvfp4": te.NVFP4Quantizer(),
+        "identity": te.IdentityQuantizer(),
+    }
+    loaded = torch.load(BEFORE_ROOMS, weights_only=weights_only)
+    assert loaded.keys() == {*quantizers, "tensor", "hybrid"}
+    for name, quantizer in quantizers.items():
+        again = quantizer.quantize(value)
+        assert type(loaded[name]) is type(again)
+        assert type(loaded[name].quantizer) is type(quantizer)
+        assert torch.equal(loaded[name].dequantize(), again.dequantize())
+    assert torch.equal(loaded["hybrid"].dequantize(), loaded["block"].dequantize())
+    again = saved_and_loaded(loaded)
+    assert all(torch.equal(again[name].dequantize(), loaded[name].dequantize()) for name in loaded)
+
+
+def test_former_addresses_are_those_of_today() -> None:
+    import fewbits.te.linear as former  # type: ignore[import-not-found]
+
+    from fewbits.te import quantizers
+    from fewbits.te.attention import DotProductAttention
+
+    assert former.Linear is te.Linear and quantizers.MXFP8Quantizer is te.MXFP8Quantizer
+    assert DotProductAttention is te.DotProductAttention

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fewbits.te as te
-from fewbits.te.numerics import current
+from fewbits.te.active.numerics import current
 from fewbits.te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.te import reference
 

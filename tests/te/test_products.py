@@ -10,8 +10,8 @@ import fewbits.te as te
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.formats.bits import unpack_bits
-from fewbits.te.float4 import e2m1_values
-from fewbits.te.product import product
+from fewbits.te.arithmetic.float4 import e2m1_values
+from fewbits.te.products.product import product
 from fewbits.te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -98,7 +98,7 @@ def test_backward_override(recipe: type, override: str) -> None:
     y.backward(dy)
     a, w = x.detach(), layer.weight.detach()
     if override == "dequantized":
-        forward, _ = layer.prepare(te.numerics.Numerics(enabled=True, recipe=chosen), x.device)
+        forward, _ = layer.prepare(te.active.numerics.Numerics(enabled=True, recipe=chosen), x.device)
         a, w = (
             q.operand(t, rows=True, columns=False).rows.dequantize()
             for q, t in zip(forward, (a, w), strict=False)

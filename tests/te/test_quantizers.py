@@ -9,7 +9,7 @@ import torch
 import fewbits.te as te
 from fewbits.formats.bits import unpack_bits
 from fewbits.formats.minifloat import E2M1
-from fewbits.te.float4 import e2m1_codes, rotate
+from fewbits.te.arithmetic.float4 import e2m1_codes, rotate
 from tests.te import reference
 
 SHAPES = [(1, 1), (3, 37), (33, 150), (130, 65)]

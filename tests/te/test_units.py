@@ -10,8 +10,9 @@ from torch import Tensor
 
 import fewbits.te as te
 from fewbits.formats.base import Packed
-from fewbits.te import recipe, units
-from fewbits.te.product import product
+from fewbits.te import recipe
+from fewbits.te.products import units
+from fewbits.te.products.product import product
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fewbits.errors import BadInput
-from fewbits.te.module import refuse
-from fewbits.te.quantizers import Float8CurrentScalingQuantizer
-from fewbits.te.roles import DType
+from fewbits.te.layers.module import refuse
+from fewbits.te.tensors.quantizers import Float8CurrentScalingQuantizer
+from fewbits.te.tensors.roles import DType
 
 _MOMENTS = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 _HALF_RANGE = torch.finfo(torch.float16).max / 2

@@ -7,7 +7,7 @@ does not treat itself.
 
 from __future__ import annotations
 
-from fewbits.te.quantizers import (
+from fewbits.te.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     HybridQuantizer,
@@ -16,7 +16,7 @@ from fewbits.te.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
-from fewbits.te.roles import DelayedScalingRequest, DType, QuantizerRole
+from fewbits.te.tensors.roles import DelayedScalingRequest, DType, QuantizerRole
 
 _LINEAR = ("linear", "grouped_linear")
 

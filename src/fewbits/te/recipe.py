@@ -1,7 +1,7 @@
 """Recipes under Transformer Engine's names: which scaling each operand of a product gets.
 
-They are plain data: `fewbits.te.operands` turns one into quantisers. Their fields and defaults are those of
-``transformer_engine.common.recipe``; no environment variable changes a default here.
+They are plain data: `fewbits.te.active.operands` turns one into quantisers. Their fields and defaults are
+those of ``transformer_engine.common.recipe``; no environment variable changes a default here.
 """
 
 from __future__ import annotations

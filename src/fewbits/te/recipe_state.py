@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.te.delayed import codes_dtype
-from fewbits.te.operands import kinds_of, slots_for
-from fewbits.te.quantizers import Quantizer
+from fewbits.te.active.delayed import codes_dtype
+from fewbits.te.active.operands import kinds_of, slots_for
 from fewbits.te.recipe import DelayedScaling, Recipe
-from fewbits.te.roles import DType, QuantizerRole
 from fewbits.te.support import default_device
+from fewbits.te.tensors.quantizers import Quantizer
+from fewbits.te.tensors.roles import DType, QuantizerRole
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:

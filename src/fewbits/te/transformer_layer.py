@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput
-from fewbits.te.distributed import group_size
-from fewbits.te.layernorm_mlp import LayerNormMLP
-from fewbits.te.module import Module
-from fewbits.te.multi_head_attention import MultiheadAttention
-from fewbits.te.norm import LayerNorm, RMSNorm
+from fewbits.te.attention.multi_head_attention import MultiheadAttention
+from fewbits.te.layers.layernorm_mlp import LayerNormMLP
+from fewbits.te.layers.module import Module
+from fewbits.te.layers.norm import LayerNorm, RMSNorm
+from fewbits.te.ranks.distributed import group_size
 
 Init = Callable[[Tensor], Any] | None
 
@@ -96,7 +96,7 @@ class TransformerLayer(nn.Module):
         parallel_attention_mlp: both from the same input.
         layer_type: "encoder" or "decoder".
         drop_path_rate: see `DropPath`.
-        self_attn_mask_type: see `fewbits.te.masks`; ``enc_dec_`` words are those of the second attention.
+        self_attn_mask_type: see `attention/masks.py`; ``enc_dec_`` words are those of the second attention.
         attn_input_format: "sbhd", "bshd" or "thd".
 
     The other arguments are those of `MultiheadAttention` and `LayerNormMLP`.

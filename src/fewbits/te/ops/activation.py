@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.te.activations import activated
+from fewbits.te.layers.activations import activated
 from fewbits.te.ops.operation import BasicOperation
 from fewbits.te.ops.simple import in_autocast
-from fewbits.te.quantizers import Float8CurrentScalingQuantizer
-from fewbits.te.roles import DType
+from fewbits.te.tensors.quantizers import Float8CurrentScalingQuantizer
+from fewbits.te.tensors.roles import DType
 
 
 def _as_kept(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def _as_kept(x: Tensor) -> Tensor:
 
 
 class _Activation(BasicOperation):
-    """One by its name in `fewbits.te.activations`.
+    """One by its name in `fewbits.te.layers.activations`.
 
     Args:
         cache_quantized_input: the backward pass reads the input rounded to E4M3 under one scale.

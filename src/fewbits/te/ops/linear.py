@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadInput
-from fewbits.te import grouped_linear
-from fewbits.te.distributed import group_size
-from fewbits.te.linear import Projection
-from fewbits.te.module import refuse
+from fewbits.te.layers import grouped_linear
+from fewbits.te.layers.linear import Projection
+from fewbits.te.layers.module import refuse
 from fewbits.te.ops.operation import BasicOperation, FusedOperation
-from fewbits.te.roles import QuantizerRole
+from fewbits.te.ranks.distributed import group_size
 from fewbits.te.support import default_device
+from fewbits.te.tensors.roles import QuantizerRole
 
 
 def _size(mode: str | None, group: Any) -> int:

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.kernels.launch.derivatives import once_differentiable
-from fewbits.te import norm
-from fewbits.te.distributed import group_size
-from fewbits.te.module import Module
+from fewbits.te.layers import norm
+from fewbits.te.layers.module import Module
 from fewbits.te.ops.operation import BasicOperation
-from fewbits.te.parallel import after_product, before_product, sum_over_ranks
-from fewbits.te.quantized_tensor import QuantizedTensor
-from fewbits.te.roles import QuantizerRole
+from fewbits.te.ranks.distributed import group_size
+from fewbits.te.ranks.parallel import after_product, before_product, sum_over_ranks
+from fewbits.te.tensors.quantized_tensor import QuantizedTensor
+from fewbits.te.tensors.roles import QuantizerRole
 
 
 class Identity(BasicOperation):
@@ -148,7 +148,7 @@ class RMSNorm(norm.RMSNorm, BasicOperation):  # type: ignore[misc]
 
 
 class L2Normalization(norm.L2Normalization, BasicOperation):  # type: ignore[misc]
-    """Vectors of length 1, as `fewbits.te.norm.L2Normalization`."""
+    """Vectors of length 1, as `fewbits.te.layers.norm.L2Normalization`."""
 
     def compute(self, x: Tensor, *extra: Tensor, **words: Any) -> Any:
         """x (..., K) of length 1."""

@@ -1,0 +1,161 @@
+"""`GroupedLinear`: one linear for each of several pieces of the input, as experts have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.errors import BadInput
+from fewbits.te.active.numerics import Numerics, current_init
+from fewbits.te.layers.linear import default_init
+from fewbits.te.layers.module import Module, refuse
+from fewbits.te.layers.primary import hold_quantized
+from fewbits.te.products.product import ProductSettings, linear
+from fewbits.te.products.weight_gradient import Later, gradient_keeper
+from fewbits.te.support import default_device
+
+
+class GroupedLinear(Module):
+    """``y_i = x_i @ weight_i.T + bias_i`` for pieces of the input's rows.
+
+    Args:
+        num_gemms: pieces; parameters are ``weight0``, ``weight1`` ... and ``bias0`` ...
+        in_features: K.
+        out_features: N.
+        return_bias: return (y without biases, list of biases).
+        parallel_mode: more than one rank is refused, as experts are spread by whole layers.
+        single_grouped_weight: one parameter for all is refused; likewise for biases.
+
+    The other arguments are those of `fewbits.te.Linear`.
+    """
+
+    module_type = "grouped_linear"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__(name, num_products=num_gemms)
+        refuse(tp_size > 1, "tensor parallelism inside GroupedLinear", "give each rank whole experts")
+        refuse(
+            single_grouped_weight or single_grouped_bias,
+            "single_grouped_weight",
+            "read weight0, weight1 and so on",
+        )
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        like = (params_dtype or torch.get_default_dtype(), default_device(device))
+        for i in range(num_gemms):
+            self.add_parameter(f"weight{i}", (out_features, in_features), init_method or default_init, like)
+            if bias:
+                self.add_parameter(f"bias{i}", (out_features,), nn.init.zeros_, like)
+            else:
+                setattr(self, f"bias{i}", torch.empty(0, dtype=like[0], device=like[1]))
+        self.later = [Later() for _ in range(num_gemms)] if delay_wgrad_compute else []
+        self.reset_parameters(defer_init=like[1].type == "meta")
+        for i in range(num_gemms):
+            hold_quantized(self, [f"weight{i}"], current_init(), 3 * i + 1)
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
+        """The products.
+
+        Args:
+            inp: (..., K).
+            m_splits: rows of each piece; a list or a tensor.
+            is_first_microbatch: see `fewbits.te.Linear.forward`.
+            out: refused, as is ``dgrad_out``.
+
+        Returns:
+            (..., N), or with ``return_bias`` that and the list of biases.
+        """
+        refuse(out is not None or dgrad_out is not None, "out", "take the returned tensor")
+        sizes = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
+        dtype = self.product_dtype(inp)
+        x = inp.to(dtype).reshape(inp.numel() // max(inp.shape[-1], 1), inp.shape[-1])
+        if len(sizes) != self.num_gemms or sum(sizes) != len(x):
+            raise BadInput(f"m_splits {sizes} does not cut {len(x)} rows into {self.num_gemms} pieces.")
+        numerics = self.numerics()
+        forward, backward = self.prepare(numerics, x.device)
+        pieces = [
+            linear(
+                piece,
+                *self._parameters_of(i),
+                self._plan(i, piece, numerics, forward, backward, is_first_microbatch),
+            )
+            for i, piece in enumerate(x.split(sizes))
+        ]
+        y = torch.cat(pieces).view(*inp.shape[:-1], self.out_features)
+        biases = [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)]
+        return (y, biases) if self.return_bias else y
+
+    def _parameters_of(self, i: int) -> tuple[Tensor, Tensor | None]:
+        added = self.use_bias and not self.return_bias
+        return getattr(self, f"weight{i}"), getattr(self, f"bias{i}") if added else None
+
+    def _plan(
+        self,
+        i: int,
+        x: Tensor,
+        numerics: Numerics,
+        forward: list[Any],
+        backward: list[Any],
+        first: bool | None,
+    ) -> ProductSettings:
+        weight, bias = self._parameters_of(i)
+        names, quantizer = [f"weight{i}"], forward[3 * i + 1]
+        return ProductSettings(
+            input=forward[3 * i],
+            weight=quantizer,
+            gradient=backward[2 * i],
+            weight_operand=self.weight_operand(names[0], weight, quantizer, first, x.dtype),
+            override=numerics.recipe.backward_override if numerics.enabled and numerics.recipe else None,
+            short=numerics.recipe.short_sums() if numerics.recipe else (False,) * 3,
+            keep_weight_gradient=gradient_keeper(self, names, self.fuse_wgrad_accumulation),
+            later=self.later[i].note(self, names, [f"bias{i}"] if bias is not None else [])
+            if self.later
+            else None,
+            after_backward=self.after_backward(numerics, x, weight, bias),
+        )
+
+    def backward_dw(self) -> None:
+        """Compute the gradients that ``delay_wgrad_compute`` put off."""
+        for later in self.later:
+            later.compute()
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw` has something to do."""
+        return bool(self.later)

@@ -1,0 +1,232 @@
+"""One linear product and its gradients with quantised operands.
+
+``y = x @ w.T + b`` with x (M, K), w (N, K). Each of the three products sums over the last axis of two
+operands, as `fewbits.te.tensors.quantizers` makes them: ``y`` over K (rows of x, rows of w), ``dx = dy @ w``
+over N (rows of dy, columns of w), ``dw = dy.T @ x`` over M (columns of dy, columns of x). Sums are in
+float32, and results are rounded once to the type of x. The bias is added and its gradient summed unquantised.
+On a GPU the 8-bit units multiply what they can, see `fewbits.te.products.units`: their sums run in another
+order.
+
+With the backward override "high_precision" the backward pass multiplies dy, x and w as they are, with
+"dequantized" dy as it is by the rounded rows of x and w.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.base import Packed
+from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
+from fewbits.te.products.units import on_units, product_on_units
+from fewbits.te.tensors.operand import Operand, plain
+from fewbits.te.tensors.quantizers import IdentityQuantizer, Quantizer
+
+_IDENTITY = IdentityQuantizer()
+
+
+@dataclass(frozen=True, eq=False)
+class ProductSettings:
+    """How one call of a module computes its product.
+
+    Attributes:
+        input: quantiser of x; None leaves it plain, as for the other two.
+        weight: quantiser of w.
+        gradient: quantiser of dy.
+        weight_operand: w already quantised, which spares the quantiser.
+        override: None, "high_precision" or "dequantized".
+        keep_weight_gradient: takes dw where it belongs instead of autograd, or None.
+        later: takes a function that computes dw and db when it is called, or None.
+        after_backward: called at the end of the backward pass, or None.
+        short: whether a GPU's units may add up in their shorter accumulator, in each of the three products.
+    """
+
+    input: Quantizer | None = None
+    weight: Quantizer | None = None
+    gradient: Quantizer | None = None
+    weight_operand: Operand | None = None
+    override: str | None = None
+    keep_weight_gradient: Callable[[Tensor], None] | None = None
+    later: Callable[[Callable[[], tuple[Tensor, Tensor | None]]], None] | None = None
+    after_backward: Callable[[], None] | None = None
+    short: tuple[bool, bool, bool] = (True, False, False)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own linear computes the same."""
+        quantized = (self.input, self.weight, self.gradient, self.weight_operand)
+        hooks = (self.keep_weight_gradient, self.later, self.after_backward)
+        return all(part is None for part in (*quantized, *hooks))
+
+
+def product(
+    a: Packed | Tensor,
+    b: Packed | Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    short: bool = False,
+) -> Tensor:
+    """``a @ b.T + bias``, added in float32.
+
+    Args:
+        a: (M, K).
+        b: (N, K).
+        dtype: of the result (M, N).
+        bias: (N,) or None.
+        short: see `ProductSettings`.
+    """
+    if isinstance(a, Packed) and isinstance(b, Packed) and on_units(a, b):
+        return product_on_units(a, b, dtype, bias=bias, short=short)
+    y = _by_definition(a, b, dtype)
+    return y if bias is None else y + bias.to(dtype)
+
+
+def _by_definition(a: Packed | Tensor, b: Packed | Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.to(dtype) @ b.to(dtype).t()
+    if isinstance(a, Packed) and isinstance(b, Packed) and _has_one_scale(a) and _has_one_scale(b):
+        return ((a.codes.float() @ b.codes.float().t()) * (a.scales * b.scales)).to(dtype)
+    if isinstance(a, Packed) and isinstance(b, Packed) and is_float4(a) and is_float4(b):
+        (a_MK, of_a), (b_NK, of_b) = tensor_scale_apart(a), tensor_scale_apart(b)
+        return ((a_MK @ b_NK.t()) * (of_a * of_b.t())).to(dtype)
+    return (plain(a, torch.float32) @ plain(b, torch.float32).t()).to(dtype)
+
+
+def _has_one_scale(packed: Packed) -> bool:
+    coding = packed.format.contract.coding
+    return coding is not None and coding.is_float8 and coding.block == (0, 0)
+
+
+def _flatten(operands: Sequence[Packed | Tensor | None]) -> tuple[list[Tensor], list[Any]]:
+    """The tensors of operands, and how to build the operands from them again."""
+    tensors: list[Tensor] = []
+    plans: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, Packed):
+            tensors += operand.parts.values()
+            plans.append((operand.format, operand.shape, operand.dtype, tuple(operand.parts)))
+        else:
+            tensors += [] if operand is None else [operand]
+            plans.append(None if operand is None else "plain")
+    return tensors, plans
+
+
+def _rebuild(tensors: Sequence[Tensor], plans: Sequence[Any]) -> list[Any]:
+    queue: list[Tensor] = list(tensors)
+    operands: list[Any] = []
+    for plan in plans:
+        if plan is None or plan == "plain":
+            operands.append(queue.pop(0) if plan else None)
+        else:
+            format, shape, dtype, names = plan
+            operands.append(Packed(format, shape, dtype, {name: queue.pop(0) for name in names}))
+    return operands
+
+
+def _kept(plan: ProductSettings, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    """What the backward pass multiplies by: x as (K, M) and w as (K, N)."""
+    if plan.override == "high_precision":
+        return x_MK.t(), weight.t()
+    if plan.override == "dequantized":
+        return plain(x.rows, x_MK.dtype).t(), plain(w.rows, x_MK.dtype).t()
+    return x.columns, w.columns
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    """x (..., K) as (M, K)."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole_x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
+    ) -> Tensor:
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        lead, x_MK = whole_x.shape[:-1], _as_matrix(whole_x)
+        own = plan.override is None
+        x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
+        w = plan.weight_operand
+        if w is None:
+            w = (plan.weight or _IDENTITY).operand(weight.to(x_MK.dtype), rows=True, columns=wants_dx and own)
+        assert x.rows is not None and w.rows is not None
+        y = product(x.rows, w.rows, x_MK.dtype, bias=bias, short=plan.short[0])
+        original = weight.to(x_MK.dtype) if plan.override == "high_precision" else weight
+        x_KM, w_KN = _kept(plan, x, w, x_MK, original)
+        tensors, ctx.plans = _flatten([x_KM if wants_dw else None, w_KN if wants_dx else None])
+        ctx.save_for_backward(*tensors)
+        ctx.plan, ctx.weight_dtype = plan, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*lead, y.shape[-1])
+
+    @staticmethod
+    @once_differentiable("a product with quantised operands", lambda ctx: True)
+    def backward(ctx: Any, whole_dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        tensors = ctx.saved_tensors
+        lead, dy = whole_dy.shape[:-1], _as_matrix(whole_dy)
+        x_KM, w_KN = _rebuild(tensors, ctx.plans)
+        plan: ProductSettings = ctx.plan
+        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
+        quantizer = None if plan.override else plan.gradient
+        g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
+        dx = None
+        if wants_dx and g.rows is not None:
+            dx = product(g.rows, w_KN, dy.dtype, short=plan.short[1])
+            dx = dx.view(*lead, dx.shape[-1])
+        dw, db = _weight_gradients(ctx, g, x_KM, dy, wants_dw, wants_db)
+        if plan.after_backward is not None:
+            plan.after_backward()
+        return dx, dw, db, None
+
+
+def _weight_gradients(
+    ctx: Any, g: Operand, x_KM: Any, dy: Tensor, wants_dw: bool, wants_db: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    plan: ProductSettings = ctx.plan
+    weight_dtype, bias_dtype = ctx.weight_dtype, ctx.bias_dtype
+
+    def compute() -> tuple[Tensor, Tensor | None]:
+        assert g.columns is not None
+        # a gradient that is added to a float32 buffer is not rounded on the way
+        kind = torch.float32 if plan.keep_weight_gradient else weight_dtype
+        if isinstance(g.columns, Tensor) and isinstance(x_KM, Tensor):
+            dw = product(x_KM, g.columns, kind).t()  # as torch's own linear: the same sums, bit for bit
+        else:
+            dw = product(g.columns, x_KM, kind, short=plan.short[2])
+        return dw, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
+
+    if not wants_dw:
+        return None, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
+    if plan.later is not None:
+        plan.later(compute)
+        return None, None
+    dw, db = compute()
+    if plan.keep_weight_gradient is not None:
+        plan.keep_weight_gradient(dw)
+        return None, db
+    return dw, db
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings) -> Tensor:
+    """``x @ weight.T + bias`` by a plan.
+
+    Args:
+        x: (..., K) floating point.
+        weight: (N, K).
+        bias: (N,) or None.
+        plan: see `ProductSettings`.
+
+    Returns:
+        (..., N) in x's dtype.
+    """
+    if plan.is_plain:
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y: Tensor = _Product.apply(x, weight, bias, plan)
+    return y
