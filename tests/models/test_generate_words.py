@@ -76,7 +76,10 @@ TABLE: list[tuple[dict[str, Any], bool]] = [
     ({"num_beams": 3}, THERE),
     ({"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True}, THERE),
     ({"use_cache": False}, THERE),
-    ({"cache_implementation": "static"}, THERE),
+    ({"cache_implementation": "static"}, HERE),
+    ({"cache_implementation": "dynamic"}, HERE),
+    ({"cache_implementation": "hybrid", "return_dict_in_generate": True}, HERE),
+    ({"cache_implementation": "static", "return_dict_in_generate": True}, HERE),
     ({"guidance_scale": 1.5}, HERE),
 ]
 
@@ -114,6 +117,8 @@ def padded() -> dict[str, Tensor]:
 
 
 def call(model: Any, given: dict[str, Any], own: bool) -> Any:
+    if "cache_implementation" in given:
+        given = {**given, "disable_compile": True}  # transformers compiles steps over static caches
     base = model.get_base_model()
     torch.manual_seed(5)
     return type(base).generate(base, **given) if own else model.generate(**given)
@@ -159,7 +164,8 @@ def test_a_word_means_what_it_means_in_transformers(
             assert torch.equal(a.isfinite(), kept)
             assert float((a - b)[kept].norm() / b[kept].norm()) < 0.03
     if here:
-        assert found.past_key_values.get_seq_length() == want.past_key_values.get_seq_length()
+        ours, theirs = found.past_key_values, want.past_key_values
+        assert type(ours) is type(theirs) and int(ours.get_seq_length()) == int(theirs.get_seq_length())
 
 
 def test_a_cache_that_was_returned_goes_on(model: Any, made: list[int]) -> None:
@@ -226,3 +232,26 @@ def test_what_is_not_done_here_is_said_once(
     for _ in range(3):
         model.generate(tokens(1, 4), max_new_tokens=2, do_sample=False, num_beams=2)
     assert caplog.text.count("transformers' own loop: the call asks for num_beams") == 1
+
+
+def test_caches_that_others_keep_are_named(model: Any) -> None:
+    """One sentence each; a published configuration that says "hybrid" says nothing, as in transformers."""
+    from fewbits.models.generation.calls import other_way
+
+    said = {
+        "quantized": "by other packages; kv_cache",
+        "paged": "transformers' continuous batching; fewbits.generate_many is ours",
+        "offloaded_static": "which keeps them on the host",
+    }
+    base = model.get_base_model()
+    for name, why in said.items():
+        assert why in other_way(base, {"cache_implementation": name})
+    for name in ("static", "dynamic", "hybrid", "sliding_window"):
+        assert not other_way(base, {"cache_implementation": name})
+    base.generation_config.cache_implementation = "hybrid"
+    try:
+        asked = {"max_new_tokens": 5, "do_sample": False}
+        packed = model.generate(tokens(1, 12), **asked, kv_cache="int8")
+    finally:
+        base.generation_config.cache_implementation = None
+    assert torch.equal(packed, model.generate(tokens(1, 12), **asked, kv_cache="int8"))

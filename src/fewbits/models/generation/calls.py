@@ -15,7 +15,6 @@ from fewbits.models.generation.step import why_not
 _OTHER_WAYS = {
     "custom_generate": None,
     "past_key_values": None,
-    "cache_implementation": None,
     "penalty_alpha": None,
     "dola_layers": None,
     "constraints": None,
@@ -26,6 +25,12 @@ _OTHER_WAYS = {
     "output_attentions": False,
     "output_hidden_states": False,
     "synced_gpus": False,
+}
+# Caches on the device, in the model's dtype: a step's own is such a one. All but the first are former names.
+_STATIC = ("static", "hybrid", "hybrid_chunked", "sliding_window")
+_OTHER_CACHES = {
+    "quantized": ', by other packages; kv_cache="int4" or "int8" keeps keys and values in few bits here',
+    "paged": ", which is transformers' continuous batching; fewbits.generate_many is ours",
 }
 
 
@@ -72,6 +77,15 @@ def with_stop_strings(keywords: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "stopping_criteria": StoppingCriteriaList([*(rest.get("stopping_criteria") or ()), stop])}
 
 
+def _other_cache(model: nn.Module, arguments: dict[str, Any]) -> str:
+    """Why the kind of cache that a call names is none of this loop's; "" if it is, or none is named."""
+    name = option_of(model, arguments, "cache_implementation")
+    if name in (None, "dynamic", *_STATIC):
+        return ""
+    why = _OTHER_CACHES.get(name, ", which keeps them on the host" if "offloaded" in str(name) else "")
+    return f"the call asks for cache_implementation={name!r}{why}"
+
+
 def other_way(model: Any, arguments: dict[str, Any]) -> str:
     """What a call asks for that this loop does not do; "" if nothing.
 
@@ -86,6 +100,9 @@ def other_way(model: Any, arguments: dict[str, Any]) -> str:
         same = chosen is None or chosen is usual or (usual is None and chosen is False)
         if not same and (isinstance(chosen, Tensor) or chosen != usual):
             return f"the call asks for {name}"
+    reason = _other_cache(model, arguments)
+    if reason:
+        return reason
     if any(getattr(config, "stop_strings", None) for config in configs):
         return "a generation config has stop_strings"
     prepare: Any = model.prepare_inputs_for_generation

@@ -41,7 +41,7 @@ from fewbits.models.generation.calls import (
 )
 from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import ModelStep, why_no_model_step
-from fewbits.models.generation.own_caches import give_back, length_of, remember
+from fewbits.models.generation.own_caches import cache_to_return, give_back, length_of, remember
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
@@ -198,7 +198,9 @@ def _decode(
     """The loop that transformers calls; (batch, prompt and new tokens), or an output that holds them."""
     state = decoding_of(model)
     beside = beside or _Beside()
-    streamer, draft, kv_cache, own_cache = beside.streamer, beside.draft, beside.kv_cache, beside.own_cache
+    streamer, draft, kv_cache = beside.streamer, beside.draft, beside.kv_cache
+    own_cache = beside.own_cache
+    own_cache = cache_to_return(generation_config, keywords) if own_cache is None else own_cache
     mask = keywords.get("attention_mask")
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
     embedded = keywords.get("inputs_embeds")

@@ -33,6 +33,19 @@ def continues(cache: Any) -> bool:
     return all(_is_known(layer) for layer in cache.layers)
 
 
+def cache_to_return(generation_config: Any, keywords: dict[str, Any]) -> Any:
+    """The static cache that a call has asked for by name and wants to have back; None in all other calls.
+
+    Args:
+        generation_config: what the call asks for.
+        keywords: what transformers hands to a loop: among them the cache, empty, that it has made for it.
+    """
+    from transformers.cache_utils import StaticCache
+
+    cache = keywords.get("past_key_values")
+    return cache if generation_config.return_dict_in_generate and type(cache) is StaticCache else None
+
+
 def _is_known(layer: Any) -> bool:
     from transformers.cache_utils import (
         DynamicLayer,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Published generation configurations of Gemma still say so; transformers takes it for nothing said.
+_NO_CHOICE = {"cache_implementation": "hybrid"}
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -135,7 +137,7 @@ def cache_of_call(model: nn.Module, arguments: Mapping[str, Any], choice: Any) -
     own = [
         name
         for name in ("past_key_values", "cache_implementation")
-        if any(words.get(name) is not None for words in said)
+        if any(words.get(name) not in (None, _NO_CHOICE.get(name)) for words in said)
     ]
     cached = next((words["use_cache"] for words in said if words.get("use_cache") is not None), True)
     if kind is None or (not own and cached):
