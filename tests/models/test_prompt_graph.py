@@ -246,18 +246,59 @@ def test_what_cannot_be_recorded_is_read_as_ever() -> None:
     assert "has hooks" in graphs.refused
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_recording_attends_as_the_model_does_outside(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is captured transformers makes a mask that it leaves out otherwise; none is asked for."""
+    from transformers import masking_utils
+
+    model, ids = tiny(family, dtype=torch.bfloat16), tokens(2, 32)  # of the recorded length
+    model.set_attn_implementation("sdpa")
+    fuse(model)
+    FastLanguageModel.for_inference(model)
+    real, asked = masking_utils.create_causal_mask, []
+
+    def as_captured(*_: Any, **__: Any) -> bool:
+        asked.append(1)
+        return False
+
+    with torch.no_grad():
+        need = read_prompt(model, ids, None, torch.zeros(2, dtype=torch.long))
+        monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", as_captured)
+        graph = prompt_graph._PromptGraph(model, (2, 32), ids.device)
+        graph.take(ids)
+        logits, cache = graph.run()
+        assert not asked and real is masking_utils.create_causal_mask
+        read_prompt(model, ids, None, torch.zeros(2, dtype=torch.long))
+        assert asked  # the question is asked by that name still
+    if family == "llama":  # windows come with a mask of transformers' own, outside of a recording
+        assert torch.equal(logits, need.logits)
+        assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, need.cache.layers, strict=True))
+    assert float((logits - need.logits).norm() / need.logits.norm()) < 0.04
+
+
 @pytest.mark.gpu
-@pytest.mark.xfail(reason="on an H200 recorded FP8 prompts are 0.26 apart and refused, cause unknown")
+@pytest.mark.parametrize("recipe", ["qlora_nf4_fp8", "qlora_nf4", None])
 @torch.no_grad()
-def test_a_graph_of_a_prompt_gives_the_same() -> None:
+def test_a_graph_of_a_prompt_gives_the_same(recipe: str | None) -> None:
+    """To the bit what launches one by one give for as many tokens, however many of them are the prompt's."""
     model = tiny("llama", dtype=torch.bfloat16).cuda()
-    fewbits.convert(model, "qlora_nf4_fp8")
+    model.set_attn_implementation("sdpa")
+    if recipe:
+        fewbits.convert(model, recipe)
     fuse(model)
     FastLanguageModel.for_inference(model)
     graphs, padding = PromptGraphs(), torch.zeros(1, dtype=torch.long, device="cuda")
     for length in (20, 25, 32, 17):
         ids = tokens(1, length).cuda()
         ours, need = graphs.read(model, ids, padding, WHOLE), read_prompt(model, ids, None, padding)
-        assert (ours is None) == (length == 20) and not graphs.refused
-        if ours is not None:
-            assert float((ours.logits - need.logits).norm() / need.logits.norm()) < 0.04
+        assert (ours is None) == (length == 20), graphs.refused
+        if ours is None:
+            continue
+        assert float((ours.logits - need.logits).norm() / need.logits.norm()) < 0.04
+        longer = torch.cat([ids, ids[:, -1:].expand(-1, 32 - length)], 1)
+        whole = read_prompt(model, longer, None, padding)
+        for a, b in zip(ours.cache.layers, whole.cache.layers, strict=True):
+            assert torch.equal(a.keys, b.keys[:, :, :length])
+            assert torch.equal(a.values, b.values[:, :, :length])
+        if length == 32:
+            assert torch.equal(ours.logits, need.logits)

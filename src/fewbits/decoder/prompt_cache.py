@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fewbits.host.attention import is_plain_mask
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -20,7 +22,7 @@ def begins_a_cache(cache: Any, layer_idx: int | None, x: Tensor, mask: Any) -> b
     length = getattr(cache, "get_seq_length", None)
     if length is None or layer_idx is None or x.shape[1] == 1:
         return False
-    if isinstance(mask, Tensor) and mask.shape[-1] != x.shape[1]:
+    if isinstance(mask, Tensor) and mask.shape[-1] != x.shape[1] and not is_plain_mask(mask):
         return False  # of a cache whose buffers are longer than what they hold
     return bool(length(layer_idx) == 0)
 

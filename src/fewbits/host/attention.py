@@ -40,6 +40,21 @@ def is_plain_mask(attention_mask: Any) -> bool:
     return isinstance(attention_mask, Tensor) and attention_mask.shape == PLAIN_MASK_SHAPE
 
 
+def plain_mask(model: nn.Module, device: torch.device) -> Tensor | None:
+    """The empty mask (1, 1, 0, 0) for a plain batch that fills a new cache; None where a model takes none.
+
+    Without a mask transformers decides whether it makes one, and does while a CUDA graph is captured: the
+    graph would hold another attention than the one that runs outside of it.
+
+    Args:
+        model: a Hugging Face model; a PeftModel will do.
+        device: where its tokens are.
+    """
+    if used_attention(model) is None or not _is_ours(decoder_of(model)):
+        return None
+    return torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=device)
+
+
 @dataclass
 class UsedAttention:
     """What `use_attention` left on a model.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fewbits.decoder.fuse import fused_layers, fusion_of
 from fewbits.errors import Unsupported
 from fewbits.formats import E4M3_ROW
+from fewbits.host.attention import plain_mask
 from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
@@ -146,6 +147,7 @@ class _PromptGraph:
         self.ids = torch.zeros(size, dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
         self.positions = torch.arange(size[1], device=device)[None].repeat(size[0], 1)
+        self._mask = plain_mask(model, device)
         self.pool: Any = None
         self._graph: Any = None
         self._out: tuple[Tensor, Any] | None = None
@@ -166,6 +168,7 @@ class _PromptGraph:
         assert model is not None
         out = model(
             input_ids=self.ids,
+            attention_mask=self._mask,
             position_ids=self.positions,
             past_key_values=cache,
             use_cache=True,
