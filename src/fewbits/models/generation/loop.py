@@ -377,7 +377,7 @@ def _ready_one(
 ) -> DecodeStep | ModelStep:
     """`_ready` with one kind of step."""
     batch, length = input_ids.shape
-    of_model = state_of_model(model)
+    of_model = prompt.of_model or state_of_model(model)
     step = state.step
     kind = getattr(prompt.cache, "kind", None)
     rows = adapter_rows(model)

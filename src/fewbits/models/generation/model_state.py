@@ -15,25 +15,32 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
     A model that answers otherwise than before needs another step, and another proof.
     """
     state: list[Any] = []
+    of_peft: dict[type, bool] = {}
     module: Any
     for module in all_modules(model):
-        if "lora_A" in module._modules and hasattr(module, "merged"):
+        kind, children = type(module), module._modules
+        if kind not in of_peft:
+            of_peft[kind] = isinstance(getattr(kind, "disable_adapters", None), property)
+        if "lora_A" in children and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
             state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
-        elif isinstance(getattr(type(module), "disable_adapters", None), property):
-            # PEFT's other methods, and modules that train whole.
+        elif of_peft[kind]:  # its other methods, and modules that train whole
             scaling = vars(module).get("scaling")
             scales = tuple(scaling.items()) if isinstance(scaling, dict) else ()
             merged = tuple(vars(module).get("merged_adapters") or ())
             state.append((tuple(module.active_adapters), bool(module.disable_adapters), merged, scales))
-        state.append((id(module), type(module)))
-        hooks = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
-        hooks = [(number, hook) for number, hook in hooks if not names_adapters(hook)]
-        listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
-        if listeners or "forward" in vars(module):
-            state.append((*listeners, id(vars(module).get("forward"))))
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        state.extend(tensor.data_ptr() for tensor in tensors if tensor is not None)
+        state += (id(module), kind)
+        after, before = module._forward_hooks, module._forward_pre_hooks
+        own_forward = "forward" in vars(module)
+        if after or before or own_forward:
+            hooks = [(number, h) for number, h in (*after.items(), *before.items()) if not names_adapters(h)]
+            listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
+            if listeners or own_forward:
+                state.append((*listeners, id(vars(module).get("forward"))))
+        if module._parameters:
+            state += [tensor.data_ptr() for tensor in module._parameters.values() if tensor is not None]
+        if module._buffers:
+            state += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
     return tuple(state)
 
 

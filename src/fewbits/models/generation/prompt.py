@@ -22,10 +22,12 @@ class ReadPrompt:
     Attributes:
         logits: (batch, vocabulary) float32: behind its last token.
         cache: its keys and values; None once a step has them.
+        of_model: the model's state when it was read, where somebody has looked.
     """
 
     logits: Tensor
     cache: Any
+    of_model: tuple[Any, ...] | None = None
 
 
 def left_padding(input_ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -84,7 +84,8 @@ class PromptGraphs:
             return None
         key = _key_of(model)
         if key != self._key:
-            self.forget()
+            if self.graphs or self.refused:
+                self.forget()
             self._key = key
         self._seen[size] += 1
         if self.refused or self._seen[size] < 2 or bool(padding.any()):
@@ -100,7 +101,9 @@ class PromptGraphs:
             self.forget()
             self._key, self.refused = key, str(error)
             return None
-        return self.graphs[size].read(input_ids)
+        prompt = self.graphs[size].read(input_ids)
+        prompt.of_model = key[0]
+        return prompt
 
     def forget(self) -> None:
         """Let go of all graphs and of their memory."""
