@@ -8,6 +8,13 @@ is trained on it first. The model sees it about ten times, so it is a small mode
 one. tiny_shakespeare.txt is left out: it is the text that `same_learning.py` fine-tunes on. The weights
 are not kept in the repository; this file makes them again.
 
+For caches of keys and values (`long_cache_quality.py`), a model with heads of 128 that has learnt to copy
+over 4,096 tokens, about a minute and a half (rows that repeat a stretch of tokens teach the copying; they
+take a share of each batch):
+
+    python benchmarks/quality/train_llama_100m.py --data ../shared/data --out /tmp/llama100m_long \
+        --length 4096 --head-size 128 --batch 8 --repeats 0.25 --held-out 0.05 --fuse --seconds 75
+
 What FP8 does to a training from the start: no recipe, `--recipe float8_full` and `--recipe float8_full_head`
 see the same windows in the same order and are evaluated in bfloat16.
 """
@@ -18,6 +25,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +34,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-VOCAB, LENGTH = 8192, 512
-SHAPE = {
-    "hidden_size": 768,
-    "intermediate_size": 2304,
-    "num_hidden_layers": 14,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-}
-TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+VOCAB = 8192
+SHAPE = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+QUERIES = 3  # heads of queries that share one of keys; of the tiny model 2
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
@@ -67,7 +64,13 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
+def heads(shape: dict[str, int], size: int) -> dict[str, int]:
+    """How many heads of this size there are."""
+    count, group = shape["hidden_size"] // size, QUERIES if shape is SHAPE else 2
+    return {"num_attention_heads": count, "num_key_value_heads": max(count // group, 1), "head_dim": size}
+
+
+def make_tokenizer(texts: list[str], vocab: int, length: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of these texts; every sequence begins with <s>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,16 +85,29 @@ def make_tokenizer(texts: list[str], vocab: int) -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        model_max_length=LENGTH,
+        model_max_length=length,
     )
 
 
-def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seed: int) -> Tensor:
-    """All documents in a random order, one stream, cut into windows (windows, LENGTH)."""
+def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seed: int, length: int) -> Tensor:
+    """All documents in a random order, one stream, cut into windows (windows, length)."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     encoded = tokenizer([texts[i] for i in order], add_special_tokens=False)["input_ids"]
     stream = torch.tensor([token for ids in encoded for token in [tokenizer.bos_token_id, *ids]])
-    return stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
+    return stream[: len(stream) // length * length].view(-1, length)
+
+
+def repeating(count: int, length: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Rows (count, length) of random tokens, each of which says one stretch again and again.
+
+    Stretches of 32 tokens and of up to half a row, so that what is to be copied may stand far back.
+    """
+    rows = []
+    for _ in range(count):
+        longest = int(torch.randint(5, length.bit_length() - 1, (1,), generator=generator))
+        stretch = torch.randint(len(SPECIAL), vocab, (2**longest,), generator=generator)
+        rows.append(stretch.repeat(length // len(stretch) + 1)[:length])
+    return torch.stack(rows)
 
 
 @torch.no_grad()
@@ -109,15 +125,16 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
 
-def put_in(model: Any, recipe: str) -> None:
-    """Train through fewbits."""
+def put_in(model: Any, recipe: str | None) -> None:
+    """Train through fewbits; without a recipe its fused layers alone."""
     from fewbits import convert, fuse, get_recipe
 
-    convert(model, get_recipe(recipe), fuse_norms=False)
+    if recipe:
+        convert(model, get_recipe(recipe), fuse_norms=False)
     print(fuse(model))
 
 
-def take_out(model: Any) -> None:
+def take_out(model: Any, recipe: str | None) -> None:
     """What was trained, as a plain model; what fell back in training is said."""
     from fewbits import restore, unfuse
     from fewbits.decoder.fuse import fusion_of
@@ -125,7 +142,18 @@ def take_out(model: Any) -> None:
     for reason, count in fusion_of(model).fallbacks.items():
         print(f"{count} layer calls ran unfused: {reason}")
     unfuse(model)
-    restore(model)
+    if recipe:
+        restore(model)
+
+
+def orders(count: int, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Numbers of windows (batch,), pass after pass in another order, without end."""
+    left = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(left) < batch:
+            left = torch.cat([left, torch.randperm(count, generator=generator)])
+        yield left[:batch]
+        left = left[batch:]
 
 
 def main() -> None:
@@ -136,6 +164,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=int, default=512, help="of a window")
+    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--repeats", type=float, default=0.0, help="share of rows that say a stretch again")
+    parser.add_argument("--held-out", type=float, default=0.02, help="share of the windows")
+    parser.add_argument("--seconds", type=float, help="end the schedule after so many, in place of --steps")
+    parser.add_argument("--fuse", action="store_true", help="train through fewbits' fused layers, unrounded")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--recipe", help="a recipe of full fine-tuning, such as float8_full_head")
     parser.add_argument("--tiny", action="store_true", help="a trial of this script")
@@ -145,21 +179,25 @@ def main() -> None:
     texts = documents(args.data)
     if args.tiny:
         texts = texts[:200]
-    tokenizer = make_tokenizer(texts, 512 if args.tiny else VOCAB)
-    windows = windows_of(texts, tokenizer, args.seed).to(args.device)
-    held_out, windows = windows[: max(len(windows) // 50, 1)], windows[max(len(windows) // 50, 1) :]
+    length, shape = args.length, TINY if args.tiny else SHAPE
+    tokenizer = make_tokenizer(texts, 512 if args.tiny else VOCAB, length)
+    windows = windows_of(texts, tokenizer, args.seed, length).to(args.device)
+    cut = max(int(len(windows) * args.held_out), 1)
+    held_out, windows = windows[:cut], windows[cut:]
     print(f"{windows.numel()} tokens to train on after {time.perf_counter() - began:.0f} s", flush=True)
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(
-        **(TINY if args.tiny else SHAPE), vocab_size=len(tokenizer), max_position_embeddings=LENGTH,
+        **shape, **heads(shape, 16 if args.tiny and args.head_size == 64 else args.head_size),
+        vocab_size=len(tokenizer), max_position_embeddings=length,
         tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=False, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").to(
         args.device
     )
-    if args.recipe:
+    fused = bool(args.recipe or args.fuse)
+    if fused:
         put_in(model, args.recipe)
     parameters = sum(p.numel() for p in model.parameters())
     wide = [p for p in model.parameters() if p.dim() > 1]
@@ -168,36 +206,46 @@ def main() -> None:
         [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}],
         lr=args.lr, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    warm_up = max(args.steps // 10, 1)
+    steps, since = args.steps, began
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda i: min((i + 1) / warm_up, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * i / args.steps))),
+        lambda i: min(
+            (i + 1) / max(steps // 10, 1), 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(i / steps, 1)))
+        ),
     )
     generator = torch.Generator().manual_seed(args.seed)
-    order = torch.cat(
-        [
-            torch.randperm(len(windows), generator=generator)
-            for _ in range(1 + args.steps * args.batch // len(windows))
-        ]
-    )
+    repeated = round(args.repeats * args.batch)
     model.train()
-    for step in range(args.steps):
-        loss = loss_of(model, windows[order[step * args.batch : (step + 1) * args.batch].to(args.device)])
+    for step, order in enumerate(orders(len(windows), args.batch - repeated, generator)):
+        ids = windows[order.to(args.device)]
+        if repeated:
+            more = repeating(repeated, length, len(tokenizer), generator).to(args.device)
+            ids = torch.cat([ids, more])
+        loss = loss_of(model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
+        if step in (5, 25):
+            float(loss.detach())  # the device has done all of it
+            now = time.perf_counter()
+            if step == 25 and args.seconds:
+                steps = step + int((args.seconds - (now - began)) * 20 / (now - since))
+            since = now
         if step % 50 == 0:
             now = time.perf_counter() - began
             print(f"step {step}: loss {float(loss.detach()):.3f}, {now:.0f} s", flush=True)
-    if args.recipe:
-        take_out(model)
+        if step + 1 >= steps:
+            break
+    if fused:
+        take_out(model, args.recipe)
     held = evaluate(model, held_out, args.batch)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    torch.save(held_out.cpu(), args.out / "held_out.pt")
     print(
-        f"{parameters / 1e6:.1f}M parameters, {args.steps} steps of {args.batch * LENGTH} tokens: evaluation "
+        f"{parameters / 1e6:.1f}M parameters, {step + 1} steps of {args.batch * length} tokens: evaluation "
         f"loss {held:.3f} nats per token on {held_out.numel()} held-out tokens; "
         f"{time.perf_counter() - began:.0f} s in all"
     )
