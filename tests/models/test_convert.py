@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fewbits
+from fewbits.decoder.fuse import fusion_of
 from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import E4M3, INT4_G64, INT8, NF4
 from fewbits.formats.kv_cache import get_kv_cache
@@ -190,6 +191,55 @@ def test_restore(family: str) -> None:
         restore(model)
 
 
+def adapted(keep_original: bool) -> nn.Module:
+    model = tiny("llama")
+    convert(model, PACK, keep_original=keep_original)
+    model = fewbits.get_peft_model(model, r=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(3))
+    return model.eval()
+
+
+def test_restored_originals_have_the_dtype_and_the_biases_of_now() -> None:
+    model = tiny("qwen2")
+    weight = model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    convert(model, PACK, keep_original=True)
+    model.bfloat16()
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.bias = nn.Parameter(torch.full_like(layer.bias, 3.0))  # as a loader puts one there
+    restore(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.weight, weight.bfloat16())
+    assert model.model.layers[0].self_attn.q_proj.bias is layer.bias
+
+
+@pytest.mark.filterwarnings("ignore:merging into weights")
+def test_restore_loses_no_merged_adapter() -> None:
+    """The originals that were kept know nothing of it."""
+    model = adapted(True).merge_and_unload()
+    expected = model(tokens()).logits
+    receipt = fewbits.restore(model)
+    assert "(dequantised weight)" in str(receipt) and torch.equal(model(tokens()).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:merging into weights")
+@pytest.mark.parametrize("keep_original", [True, False])
+def test_a_model_with_merged_adapters_is_not_restored_and_stays_as_it_is(keep_original: bool) -> None:
+    """PEFT could not have unmerged them any more, and of originals that were kept they were missing."""
+    model = adapted(keep_original)
+    before = model(tokens()).logits
+    fewbits.fuse(model)
+    model.merge_adapter()
+    with pytest.raises(Unsupported, match=r"unmerge_adapter\(\)\) before restore\(\)"):
+        fewbits.restore(model)
+    assert fusion_of(model) is not None and any(isinstance(m, QuantizedLinear) for m in model.modules())
+    model.unmerge_adapter()
+    assert torch.allclose(model(tokens()).logits, before, atol=1e-4)
+    fewbits.restore(model)
+
+
 def test_classes_and_globals_are_untouched() -> None:
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.llama import modeling_llama
@@ -203,6 +253,8 @@ def test_classes_and_globals_are_untouched() -> None:
         if isinstance(getattr(module, name), type) and issubclass(getattr(module, name), nn.Module)
     ]
     touched += [nn.Linear, nn.Module]
+    for family in ("llama", "gemma2"):
+        tiny(family)  # with the first model of a class transformers keeps facts about it there
     before = {cls: dict(vars(cls)) for cls in touched}
     functions = (F.cross_entropy, F.linear, F.rms_norm, modeling_llama.apply_rotary_pos_emb)
     for family in ("llama", "gemma2"):

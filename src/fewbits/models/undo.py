@@ -15,7 +15,7 @@ from torch import nn
 from fewbits.decoder.fuse import Fusion, fusion_of, unfuse
 from fewbits.errors import Unsupported
 from fewbits.host.attention import UsedAttention, restore_attention
-from fewbits.host.conversion import Conversion
+from fewbits.host.conversion import Conversion, conversion_of
 from fewbits.host.receipt import Receipt
 from fewbits.host.record import record_of
 from fewbits.host.unwrap import unwrap
@@ -55,6 +55,8 @@ def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
         Unsupported: nothing of all that is in this model.
     """
     whole, model = model, unwrap(model)
+    if conversion_of(model) is not None and Conversion not in keep:
+        convert.refuse_merged(model, "restore()")  # before anything is taken out
     receipts = []
     while (
         kind := _last_part(model, keep)

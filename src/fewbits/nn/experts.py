@@ -40,7 +40,7 @@ from fewbits.nn.lasting import lasting_tensors
 from fewbits.nn.tensor_state import TensorState, state_of
 
 _OF_WEIGHTS = ("part_names", "formats", "shapes", "dtype", "operands", "scales", "keeps_values", "kept")
-_OURS = (*_OF_WEIGHTS, "host_class", "branches")
+_OURS = (*_OF_WEIGHTS, "repacked", "host_class", "branches")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
 _MANY = 1024
 
@@ -63,6 +63,8 @@ class QuantizedExperts(nn.Module):
         keeps_values: whether decoded weights stay from pass to pass.
         kept: those that do, by name and dtype, with columns for a branch behind them; and the state of the
             stored tensors that they were decoded from (`fewbits.nn.tensor_state`).
+        repacked: names of the weights that are others than the module was made or loaded with (an adapter was
+            merged into them).
     """
 
     def __init__(self, host: Any, formats: dict[str, Format]) -> None:
@@ -94,6 +96,7 @@ class QuantizedExperts(nn.Module):
         self.scales: dict[str, tuple[tuple[TensorState, ...], Tensor]] = {}
         self.keeps_values = False
         self.kept: dict[tuple[str, torch.dtype | str], tuple[tuple[TensorState, ...], Tensor]] = {}
+        self.repacked: frozenset[str] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy or a pickle: decoded values are made anew."""
@@ -118,6 +121,8 @@ class QuantizedExperts(nn.Module):
         check_finite(weight, name)
         weight = weight.detach()
         self.dtype = weight.dtype
+        if not getattr(self, self.key(name, "codes")).is_meta:  # it is not filled for the first time
+            self.repacked |= {name}
         with lasting_tensors():
             stored = weight.transpose(1, 2).contiguous() if self.is_turned else weight
             self.take(name, quantize(stored, self.formats[name]).parts)
@@ -307,6 +312,16 @@ class QuantizedExperts(nn.Module):
         self.kept.clear()
         for part, tensor in parts.items():
             self.register_parameter(self.key(name, part), nn.Parameter(tensor, requires_grad=False))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, parts in self.part_names.items():
+            for key in (self.key(name, part) for part in parts):
+                part, new = getattr(self, key), state_dict.get(prefix + key)
+                if new is None or new.shape != part.shape or part.is_meta:
+                    continue
+                if not torch.equal(new.detach().to(part), part):
+                    self.repacked |= {name}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
         # A cast is meant for numbers; stored parts move as they are.

@@ -48,22 +48,24 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
                 stacklevel=2,
             )
             before = {part: getattr(experts, experts.key(name, part)) for part in experts.part_names[name]}
-            delta = self.get_delta_weight(adapter)
+            repacked, delta = experts.repacked, self.get_delta_weight(adapter)
             experts.pack(name, (experts.dequantize(name) + delta.to(experts.dtype)).detach())
-            self.before.append(before)
+            self.before.append((before, repacked))
             self.merged_adapters.append(adapter)
 
     def unmerge(self) -> None:
         """Bring back the codes and scales from before `merge`, bit for bit."""
         while self.merged_adapters:
             self.merged_adapters.pop()
-            self._experts.take(self.parameter_name, self.before.pop())
+            experts, name, (before, repacked) = self._experts, self.parameter_name, self.before.pop()
+            experts.take(name, before)
+            experts.repacked = experts.repacked - {name} | repacked & {name}
 
     @property
-    def before(self) -> list[dict[str, Tensor]]:
-        """The stored parts, of any shape, that each merged adapter took the place of, the latest last."""
+    def before(self) -> list[tuple[dict[str, Tensor], frozenset[str]]]:
+        """Of each merged adapter the stored parts before, of any shape, and `QuantizedExperts.repacked`."""
         if not hasattr(self, "_before"):
-            self._before: list[dict[str, Tensor]] = []
+            self._before: list[tuple[dict[str, Tensor], frozenset[str]]] = []
         return self._before
 
     @contextmanager

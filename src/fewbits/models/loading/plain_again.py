@@ -7,11 +7,16 @@ from typing import Any
 from torch import nn
 
 from fewbits.decoder.fuse import fusion_of
-from fewbits.errors import Unsupported
 from fewbits.host.conversion import conversion_of
 from fewbits.host.unwrap import unwrap
 from fewbits.models.packing.cache_choice import CacheChoice
-from fewbits.models.packing.convert import PACKED, decoded_linear, freeze_under_adapters, name_as_converted
+from fewbits.models.packing.convert import (
+    PACKED,
+    decoded_linear,
+    freeze_under_adapters,
+    name_as_converted,
+    refuse_merged,
+)
 from fewbits.models.undo import undo
 from fewbits.nn.linear import QuantizedLinear
 
@@ -24,12 +29,7 @@ def make_plain(model: nn.Module) -> None:
     Raises:
         Unsupported: adapters are merged into packed weights, which PEFT could then not unmerge.
     """
-    merged = next((name for name, m in model.named_modules() if getattr(m, "merged_adapters", None)), None)
-    if merged is not None:
-        raise Unsupported(
-            f"{merged} has adapters merged into its packed weight; unmerge them (unmerge_adapter()) before "
-            "dequantize(), or write the merged model with save_pretrained_merged."
-        )
+    refuse_merged(model, "dequantize()")
     model = unwrap(model)
     state: Any = conversion_of(model)
     if state is not None:  # decoded weights are asked for, not the originals that were kept

@@ -178,14 +178,19 @@ def restore(model: nn.Module) -> Receipt:
     """Bring back modules of the original classes, in place; the receipt says with which weights.
 
     Norms and trained linears come back with the parameters that they have now. Packed linears come back as
-    they were if the model was converted with ``keep_original``, otherwise with the dequantised weights. The
+    they were, in the dtype that the model has now, if it was converted with ``keep_original`` and nothing was
+    written into them since (as ``merge_and_unload`` does); otherwise with the dequantised weights. The
     attention becomes the host's again. Under adapters, weights that were packed are frozen.
+
+    Raises:
+        Unsupported: the model was not converted, or adapters are merged into packed weights.
     """
     state = conversion_of(model)
     if state is None:
         raise Unsupported(
             f"this {type(model).__name__} was not converted by fewbits; there is nothing to restore."
         )
+    refuse_merged(model, "restore()")
     receipt = Receipt(f"restored from recipe {state.recipe.name}")
     model = unwrap(model)  # originals are kept under the names that modules have in it
     replaced = list(_converted(model))
@@ -206,6 +211,17 @@ def restore(model: nn.Module) -> Receipt:
     state.packed_rows.remove()
     take_part(model, Conversion)
     return receipt
+
+
+def refuse_merged(model: nn.Module, call: str) -> None:
+    """Raise `Unsupported` if adapters are merged into packed weights: PEFT could not take them out again."""
+    for name, module in model.named_modules():
+        base = getattr(module, "get_base_layer", lambda: None)()
+        if getattr(module, "merged_adapters", None) and isinstance(base, PACKED):
+            raise Unsupported(
+                f"{name} has adapters merged into its packed weight; unmerge them (unmerge_adapter()) before "
+                f"{call}, or write the merged model with save_pretrained_merged."
+            )
 
 
 def freeze_under_adapters(model: nn.Module, names: Iterable[str]) -> None:
@@ -458,10 +474,13 @@ def _original(module: Any, original: Any) -> tuple[nn.Module, str]:
     if isinstance(module, RMSNorm):
         original.weight = module.weight
         return original.train(module.training), "the original"
-    if isinstance(module, QuantizedExperts) and original is None:
+    if isinstance(module, PACKED) and original is not None and not module.repacked:
+        original = original.to(module.device, module.dtype).train(module.training)
+        if isinstance(module, QuantizedLinear):
+            original.register_parameter("bias", module.bias)
+        return original, "the original"
+    if isinstance(module, QuantizedExperts):
         return module.host(), "dequantised weights"
-    if isinstance(module, (QuantizedLinear, QuantizedExperts)) and original is not None:
-        return original.to(module.device).train(module.training), "the original"
     if isinstance(module, QuantizedLinear):
         return decoded_linear(module), "dequantised weight"
     linear = take_parameters(nn.Linear, module)
