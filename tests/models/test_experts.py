@@ -199,10 +199,10 @@ def test_restore_gives_the_experts_back() -> None:
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def adapted_mixture(folder: Any, kind: str) -> Any:
+def adapted_mixture(folder: Any, kind: str, targets: Any = None) -> Any:
     save_mixture(folder / "base", kind)
     model, _ = FastLanguageModel.from_pretrained(folder / "base", load_in_4bit=True, dtype=torch.float32)
-    adapted = FastLanguageModel.get_peft_model(model, r=4, target_modules=targets_of(kind))
+    adapted = FastLanguageModel.get_peft_model(model, r=4, target_modules=targets or targets_of(kind))
     return perturb(adapted, scale=0.05).eval()
 
 
@@ -313,3 +313,41 @@ def test_several_adapters_on_experts_add_up(tmp_path) -> None:
     theirs.base_model.set_adapter(["default", "again"])
     assert not torch.allclose(both, alone, atol=1e-3)
     torch.testing.assert_close(both, logits(theirs.eval(), tokens()), rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:merging into")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_merged_into_experts_before_is_not_lost(kind: str, tmp_path) -> None:
+    """Experts were taken from the original checkpoint again, and the proof compared with that."""
+    targets = [*TARGETS, "k_proj", "o_proj"]
+    model = adapted_mixture(tmp_path, kind, targets).merge_and_unload()
+    expected = logits(model, tokens())
+    receipt = fewbits.models.merging.merge.save_pretrained_merged(
+        model, tmp_path / "merged", dtype=torch.float32
+    )
+    assert "that were changed in this model" in str(receipt)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(merged, tokens()), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:merging into")
+def test_experts_that_were_kept_come_back_unless_an_adapter_was_merged() -> None:
+    def made() -> Any:
+        model = mixture("qwen3_moe")
+        fewbits.convert(model, Recipe(name="pack", linear=Rule(weight=FORMATS["nf4"])), keep_original=True)
+        return perturb(FastLanguageModel.get_peft_model(model, r=4, target_modules="all-linear")).eval()
+
+    merged = made().merge_and_unload()
+    expected = logits(merged, tokens())
+    fewbits.restore(merged)
+    torch.testing.assert_close(logits(merged, tokens()), expected, rtol=0, atol=2e-5)
+    unmerged = made()
+    unmerged.merge_adapter()
+    with pytest.raises(Unsupported, match="merged into its packed weight"):
+        fewbits.restore(unmerged)
+    unmerged.unmerge_adapter()
+    plain = unmerged.unload().bfloat16()
+    fewbits.restore(plain)
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
+    theirs = mixture("qwen3_moe").bfloat16()
+    assert torch.equal(logits(plain, tokens()), logits(theirs, tokens()))

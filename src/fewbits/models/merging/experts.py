@@ -9,6 +9,7 @@ writes the layout that it was read from. It takes the memory of the model in 16 
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -127,18 +128,17 @@ class WholeMerger(Merger):
         return config
 
     def _own(self, name: str, weight: Tensor) -> Tensor | None:
-        """The model's own tensor where it is not the original's; packed experts always are."""
-        if any(name == f"{path}.{leaf}" for path, leaf in self._packed_experts()):
-            return None
-        return super()._own(name, weight)
+        """The model's own tensor where it is not the original's, rounded or not."""
+        path, _, leaf = name.rpartition(".")
+        experts = self._packed_experts.get(path)
+        if experts is None or leaf not in experts.shapes:
+            return super()._own(name, weight)
+        return experts.dequantize(leaf) if leaf in experts.repacked else None
 
-    def _packed_experts(self) -> set[tuple[str, str]]:
-        return {
-            (plain_name(path), name)
-            for path, module in self.base.named_modules()
-            if isinstance(module, QuantizedExperts)
-            for name in module.shapes
-        }
+    @cached_property
+    def _packed_experts(self) -> dict[str, QuantizedExperts]:
+        modules = self.base.named_modules()
+        return {plain_name(path): m for path, m in modules if isinstance(m, QuantizedExperts)}
 
     @torch.no_grad()
     def _expected(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
