@@ -127,6 +127,32 @@ def test_adapters_are_used_again_and_freed(loaded, tmp_path):
         model.unload_lora(second)
 
 
+def test_several_active_adapters_stay_active_and_any_one_is_saved(loaded, tmp_path):
+    """`load_lora` and `fast_generate` left one of them; another than "default" went one folder further."""
+    model = FastModel.get_peft_model(loaded[0], r=4).eval()
+    model.add_adapter("other", model.peft_config["default"])
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(0, 0.5)
+    ids = torch.arange(3, 12)[None]
+    model.set_adapter("other")
+    model.save_lora(tmp_path / "other")
+    with torch.no_grad():
+        alone = model(ids).logits
+        model.base_model.set_adapter(["default", "other"])
+        both = model(ids).logits
+        request = model.load_lora(tmp_path / "other")
+        model.fast_generate("Once", sampling_params={"max_tokens": 2}, lora_request=request)
+        assert torch.equal(model(ids).logits, both) and model.active_adapters == ["default", "other"]
+        with pytest.raises(BadInput, match="default, other are active"):
+            model.save_lora(tmp_path / "both")
+        model.set_adapter(request.name)
+        torch.testing.assert_close(model(ids).logits, alone)
+    with pytest.raises(BadInput, match="an active adapter"):
+        model.unload_lora(request)
+
+
 def test_load_lora_needs_adapters(loaded):
     with pytest.raises(BadInput, match="get_peft_model"):
         loaded[0].load_lora("nowhere")

@@ -7,6 +7,7 @@ an adapter that ``load_lora`` returned is passed as ``lora_request``. On tensors
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,9 +124,9 @@ def unload_lora(model: Any, adapter: LoadedAdapter) -> None:
     name = getattr(adapter, "name", None)
     if loaded is None or name not in loaded.by_name or name not in model.peft_config:
         raise BadInput(f"{adapter!r} is no adapter that this model's load_lora has loaded, or it was freed.")
-    if model.active_adapter == name:
+    if name in model.active_adapters:
         raise BadInput(
-            f"{adapter!r} is the active adapter; activate another one with model.set_adapter first."
+            f"{adapter!r} is an active adapter; activate another one with model.set_adapter first."
         )
     with _as_before(model):
         model.delete_adapter(name)
@@ -134,12 +135,14 @@ def unload_lora(model: Any, adapter: LoadedAdapter) -> None:
 @contextmanager
 def _as_before(model: Any) -> Iterator[None]:
     """What is active and what trains comes back."""
-    active = model.active_adapter
+    active, together = model.active_adapter, list(model.active_adapters)
     training = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     finally:
         model.set_adapter(active)
+        if together != [active]:  # as base_model.set_adapter takes several, which PeftModel's own does not
+            model.base_model.set_adapter(together)
         for parameter, requires_grad in training:
             parameter.requires_grad_(requires_grad)
 
@@ -155,14 +158,25 @@ def _hash_of(folder: Path) -> str:
 
 
 def save_lora(model: Any, path: str | Path) -> None:
-    """Save a PeftModel's adapter into a folder.
+    """Save a PeftModel's active adapter into a folder, itself and not one below it, whatever its name.
 
     Raises:
-        BadInput: the model has none.
+        BadInput: the model has none, or several are active.
     """
     if not hasattr(model, "peft_config"):
         raise BadInput("save_lora saves an adapter, and this model has none; call get_peft_model first.")
-    model.save_pretrained(str(path), selected_adapters=[model.active_adapter])
+    name, *others = model.active_adapters
+    if others:
+        raise BadInput(
+            f"save_lora saves one adapter, and {', '.join(model.active_adapters)} are active; choose one with"
+            " model.set_adapter, or call model.save_pretrained, which gives each a folder of its own."
+        )
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".save_lora_", dir=folder) as beside:
+        model.save_pretrained(beside, selected_adapters=[name])
+        for written in (Path(beside) / ("" if name == "default" else name)).iterdir():
+            written.replace(folder / written.name)
 
 
 def fast_generate(
