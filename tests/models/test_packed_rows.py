@@ -100,3 +100,19 @@ def test_a_copy_keeps_rows_apart_and_a_restored_model_is_the_hosts():
     assert theirs.past_key_values is not None  # transformers' own way again
     fewbits.restore(twin)
     assert not twin.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_stay_apart_in_a_compiled_model(kind):
+    """No value of positions is known there; without a word of a cache, none is filled."""
+    model = made(kind).eval()
+    parts, ids, positions = rows(model)
+    model.config.use_cache = True
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=p, use_cache=False).logits for p in parts], 1)
+        torch.testing.assert_close(
+            compiled(input_ids=ids, position_ids=positions).logits, alone, rtol=1e-4, atol=1e-4
+        )
+        asked = compiled(input_ids=ids, position_ids=torch.arange(24)[None], use_cache=True)
+    assert asked.past_key_values.get_seq_length() == 24

@@ -22,6 +22,7 @@ def holds_packed_rows(decoder: Any, kwargs: dict[str, Any]) -> bool:
     Args:
         decoder: the module that holds the layers.
         kwargs: of its call; ``position_ids`` (B, T) on a GPU are waited for where a cache would be filled.
+            Under ``torch.compile``, which cannot, any count as packed unless the call says ``use_cache``.
     """
     fills_cache = kwargs.get("use_cache")
     if fills_cache is None:
@@ -37,8 +38,8 @@ def holds_packed_rows(decoder: Any, kwargs: dict[str, Any]) -> bool:
     positions = kwargs.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.is_meta:
         return False
-    if torch.compiler.is_compiling():
-        return False
+    if torch.compiler.is_compiling():  # no value is known: only a cache that was asked for by name is filled
+        return kwargs.get("use_cache") is None
     return bool((positions.diff(dim=-1) != 1).any())
 
 
