@@ -233,6 +233,15 @@ def test_a_proof_leaves_no_trace(recipe: Any, keep: Keep | None) -> None:
     assert all(not f.parts._decoded and not f.parts._scales for f in fused_layers(model))
 
 
+def test_a_model_that_was_made_in_inference_mode_is_proved() -> None:
+    with torch.inference_mode():
+        model = tiny("llama")
+        expected = model(tokens()).logits
+        fuse(model)
+        assert len(fused_layers(model)) == 2
+        torch.testing.assert_close(model(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_without_values_are_said() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **_COMMON))

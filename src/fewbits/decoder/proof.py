@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fewbits.decoder.comparison import Differs, NothingToCompare, compare_layer, like_of, random_like
 from fewbits.decoder.keep import Keep
@@ -189,10 +189,10 @@ def _copy(layer: nn.Module, spec: ModelSpec) -> Any:
         if type(p) is nn.Parameter:
             compared = "lora_" in name or p.numel() <= _LARGEST_GRADIENT
             needs_grad = (p.requires_grad and compared) or name.removesuffix(".weight") in spec.norms
-            memo[id(p)] = nn.Parameter(p.detach(), requires_grad=needs_grad)
+            memo[id(p)] = nn.Parameter(_lasting(p.detach()), requires_grad=needs_grad)
         else:
             memo[id(p)] = p
-    memo |= {id(buffer): buffer for buffer in layer.buffers()}
+    memo |= {id(buffer): _lasting(buffer) for buffer in layer.buffers()}
     pristine = copy.deepcopy(layer, memo)
     for module in pristine.modules():
         for name in _OF_THIS_INSTANCE:
@@ -203,6 +203,11 @@ def _copy(layer: nn.Module, spec: ModelSpec) -> Any:
             module.activation_format = None  # type: ignore[assignment]
     _set_adapters(pristine)
     return pristine.eval()
+
+
+def _lasting(tensor: Tensor) -> Tensor:
+    """The tensor of any shape, or a copy of one that was made in inference mode and may have no gradient."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _adapted(layer: nn.Module) -> Iterator[tuple[str, Any]]:
