@@ -86,6 +86,11 @@ class AdamW8bit(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "capturable": capturable})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: torch's own has no word of what a subclass adds; launches are made anew."""
+        own = {name: getattr(self, name) for name in ("stochastic_rounding", "seed", "min_8bit_size")}
+        return {**super().__getstate__(), **own, "_prepared": {}, "_captured": []}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters that have a gradient; gives the closure's loss."""
@@ -267,6 +272,10 @@ class MuonAdamW(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW([probe], lr=lr, weight_decay=weight_decay, betas=betas)
         defaults = {**self._adamw.defaults, **self._muon.defaults}
         super().__init__(params, {name: value for name, value in defaults.items() if name != "eps"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: torch's own has no word of what a subclass adds."""
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """A group of each kind of which it has parameters."""
