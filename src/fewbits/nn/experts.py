@@ -207,12 +207,12 @@ class QuantizedExperts(nn.Module):
 
     @property
     def _first(self) -> str:
-        return next(name for name in self.shapes if name != "down_proj")
+        return "gate_up_proj" if hasattr(self, "gate_up_proj") else "up_proj"
 
     @property
     def num_stored(self) -> int:
         """E."""
-        count: int = self.shapes[self._first][0]
+        count: int = next(iter(self.shapes.values()))[0]
         return count
 
     def _activated(self, x: Tensor) -> Tensor:
@@ -238,6 +238,10 @@ class QuantizedExperts(nn.Module):
 
     def _values(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Tensor:
         """A weight (E, outputs, inputs), or with ``hit`` (P,) the matrices of those experts."""
+        if name not in self.formats:  # its rule left it as it is
+            plain: Tensor = getattr(self, name).to(dtype)
+            plain = plain.transpose(1, 2) if self.is_turned else plain
+            return plain if hit is None else plain[hit]
         if self.keeps_values:
             weight = self._kept(name, dtype, 0)[..., : self._stored_shape(name)[2]]
             return weight if hit is None else weight[hit]

@@ -91,16 +91,21 @@ def expert_rules_of(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
 def place_empty_experts(model: nn.Module, recipe: Recipe, tensors: Mapping[str, Any]) -> None:
     """Put empty packed experts where a checkpoint holds packed ones: it has their scales."""
     rules = expert_rules_of(model, recipe)
-    packed = {n: r for n, r in rules.items() if not tensors or any(_parts_in(n, r, tensors))}
+    packed = {n: r for n, r in rules.items() if not tensors or any(_parts_in(model, n, r, tensors))}
     for name in packed:
         packed_place(model, name.rpartition(".")[0], packed)
 
 
-def _parts_in(name: str, rule: Rule, tensors: Mapping[str, Any]) -> Iterator[bool]:
+def _parts_in(model: nn.Module, name: str, rule: Rule, tensors: Mapping[str, Any]) -> Iterator[bool]:
     assert rule.weight is not None
-    for part in rule.weight.layout((1, 256, 256)):
+    layout = rule.weight.layout((1, 256, 256))
+    for part in layout:
         if part != "codes":
             yield f"{name}_{part}" in tensors
+    if len(layout) == 1 and name in tensors:  # scales lie among the codes, as in GGUF's types
+        path, _, leaf = name.rpartition(".")
+        shape = rule.weight.layout(tuple(getattr(model.get_submodule(path), leaf).shape))["codes"].shape
+        yield tuple(tensors[name].shape) == shape
 
 
 def check_experts(model: nn.Module, where: str) -> None:
