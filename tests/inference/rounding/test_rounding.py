@@ -186,7 +186,9 @@ def test_a_scale_is_folded_only_where_the_layer_stays_what_it_was(family: str, d
 def test_folds_are_those_of_the_families_own_paths() -> None:
     plain = MLP(inputs=("mlp.c_fc",), output="mlp.c_proj", is_gated=False)
     ungated = replace(SPECS["llama"], mlp=plain)
-    gemma2, llama, bent = (dict(folds_of(spec)) for spec in (SPECS["gemma2"], SPECS["llama"], ungated))
+    gemma2, llama, bent = (
+        {f.maker: f.readers for f in folds_of(spec)} for spec in (SPECS["gemma2"], SPECS["llama"], ungated)
+    )
     assert "pre_feedforward_layernorm" in gemma2 and "post_attention_layernorm" not in gemma2
     assert llama["mlp.up_proj"] == ("mlp.down_proj",)
     assert bent["post_attention_layernorm"] == ("mlp.c_fc",)

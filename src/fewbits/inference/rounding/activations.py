@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fewbits.nn.split_experts import SplitExperts
 
 
 class _Stop(Exception):
@@ -23,27 +26,38 @@ class LayerMoments:
         second: ``X^T X / rows`` (K, K).
         cross: ``Y^T X / rows`` (K, K), where Y are the inputs that the plain model has at the same tokens;
             empty if nobody asked for them.
-        magnitude: mean |x| (K,).
+        magnitude: sum |x| / rows (K,).
         largest: largest |x| (K,).
+        rows: how many rows came; an expert has those of the tokens that were sent to it.
+        total: ``rows`` in the formulas above: tokens of the text, for experts too.
     """
 
     second: dict[str, Tensor]
     cross: dict[str, Tensor]
     magnitude: dict[str, Tensor]
     largest: dict[str, Tensor]
+    rows: dict[str, int] = field(default_factory=dict)
+    total: int = 0
 
     def divided(self, names: Sequence[str], scale: Tensor) -> LayerMoments:
         """The moments when the inputs of some linears are divided by ``scale`` (K,)."""
-        second, cross = dict(self.second), dict(self.cross)
-        magnitude, largest = dict(self.magnitude), dict(self.largest)
-        for name in names:
-            for squares in (second, cross):
-                if name in squares:
-                    squares[name] = squares[name] / scale[:, None] / scale[None, :]
-            for values in (magnitude, largest):
-                if name in values:
-                    values[name] = values[name] / scale
-        return LayerMoments(second=second, cross=cross, magnitude=magnitude, largest=largest)
+        both = scale[:, None] * scale[None, :]
+        return replace(
+            self,
+            second=_each_once(self.second, names, both),
+            cross=_each_once(self.cross, names, both),
+            magnitude=_each_once(self.magnitude, names, scale),
+            largest=_each_once(self.largest, names, scale),
+        )
+
+
+def _each_once(tensors: Mapping[str, Tensor], names: Sequence[str], divisor: Tensor) -> dict[str, Tensor]:
+    """The tensors, those of ``names`` divided; what was one tensor stays one."""
+    divided: dict[int, Tensor] = {}
+    for name in names:
+        if name in tensors and id(tensors[name]) not in divided:
+            divided[id(tensors[name])] = tensors[name] / divisor
+    return {n: divided.get(id(t), t) if n in names else t for n, t in tensors.items()}
 
 
 def first_inputs(
@@ -105,11 +119,13 @@ def moments_of(
     """The moments of the inputs of a layer's linears.
 
     Args:
-        layer: a decoder layer with plain linears.
+        layer: a decoder layer with plain linears. Those of experts (`SplitExperts`) see the rows of the
+            tokens that are sent to them; what no token reaches has no entry but its 0 in ``rows``.
         linears: their names in the layer.
         hidden: the layer's inputs (1, T, D).
         words: with which it is called.
-        plain: its inputs in the plain model at the same tokens, for `LayerMoments.cross`.
+        plain: its inputs in the plain model at the same tokens, for `LayerMoments.cross`. Tokens are sent to
+            the experts that ``hidden`` sends them to, so that rows stay beside each other.
     """
     inputs: dict[str, Tensor] = {}
     readers: dict[str, Tensor] = {}  # what each linear was given: q, k and v one tensor, gate and up another
@@ -124,29 +140,70 @@ def moments_of(
             inputs[leaf] = x
 
         hooks.append(layer.get_submodule(leaf).register_forward_pre_hook(remember))
-    moments = LayerMoments(second={}, cross={}, magnitude={}, largest={})
-    rows = sum(x.shape[0] * x.shape[1] for x in hidden)
+    routes = _Routes(layer)
+    total = sum(x.shape[0] * x.shape[1] for x in hidden)
+    sums = LayerMoments(
+        second={}, cross={}, magnitude={}, largest={}, rows=dict.fromkeys(linears, 0), total=total
+    )
+
+    def inputs_of(x: Tensor, again: bool) -> dict[str, Tensor]:
+        inputs.clear()  # an expert that this text does not reach keeps nothing of the one before
+        readers.clear()
+        with routes.held(again):
+            output_of(layer, x, words)
+        return dict(inputs)
+
     for number, h in enumerate(hidden):
-        inputs_of_plain = {}
-        if plain is not None:
-            output_of(layer, plain[number], words)
-            inputs_of_plain = dict(inputs)
-        output_of(layer, h, words)
-        sums: dict[int, tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}  # of each input once
-        for leaf, x in inputs.items():
-            if id(x) not in sums:
-                y = inputs_of_plain.get(leaf)
-                cross = None if y is None else y.t() @ x / rows
-                sums[id(x)] = x.t() @ x / rows, x.abs().sum(0) / rows, x.abs().amax(0), cross
-            second, magnitude, largest, cross = sums[id(x)]
-            _add(moments.second, leaf, second)
-            _add(moments.magnitude, leaf, magnitude)
-            moments.largest[leaf] = torch.maximum(moments.largest.get(leaf, largest), largest)
-            if cross is not None:
-                _add(moments.cross, leaf, cross)
+        xs = inputs_of(h, False)
+        ys = {} if plain is None else inputs_of(plain[number], True)
+        _add_all(sums, xs, ys)
     for hook in hooks:
         hook.remove()
-    return moments
+    return sums
+
+
+def _add_all(sums: LayerMoments, inputs: Mapping[str, Tensor], of_plain: Mapping[str, Tensor]) -> None:
+    """Add one window's rows (n, K) of each linear; linears that read one tensor share their moments."""
+    first: dict[int, str] = {}
+    for leaf, x in inputs.items():
+        sums.rows[leaf] += len(x)
+        one = first.setdefault(id(x), leaf)
+        for moments in (sums.second, sums.cross, sums.magnitude, sums.largest):
+            if one != leaf and one in moments:
+                moments[leaf] = moments[one]
+        if one != leaf:
+            continue
+        _add(sums.second, leaf, x.t() @ x / sums.total)
+        _add(sums.magnitude, leaf, x.abs().sum(0) / sums.total)
+        largest = x.abs().amax(0)
+        sums.largest[leaf] = torch.maximum(sums.largest.get(leaf, largest), largest)
+        if leaf in of_plain:
+            _add(sums.cross, leaf, of_plain[leaf].t() @ x / sums.total)
+
+
+class _Routes:
+    """Which experts tokens are sent to, remembered from one call of a layer for the next."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.experts = [module for module in layer.modules() if isinstance(module, SplitExperts)]
+        self.choices: dict[int, tuple[Any, ...]] = {}
+
+    @contextmanager
+    def held(self, again: bool) -> Iterator[None]:
+        """While it lasts, choices are remembered, or with ``again`` replaced by the ones remembered."""
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if again:
+                return (args[0], *self.choices[id(module)])
+            self.choices[id(module)] = args[1:]
+            return args
+
+        hooks = [module.register_forward_pre_hook(before) for module in self.experts]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _add(sums: dict[str, Tensor], name: str, term: Tensor) -> None:

@@ -15,7 +15,7 @@ columns the same ranges, for engines that round both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +31,23 @@ if TYPE_CHECKING:
 
 _EQUAL = 1e-6  # of the layer's output, where sums are taken in another order
 _POWERS = tuple(number / 20 for number in range(20))
-Folds: TypeAlias = Sequence[tuple[str, Sequence[str]]]
+
+
+class Fold(NamedTuple):
+    """A place for scales.
+
+    Attributes:
+        maker: name in the layer of what makes the input: a norm, or a linear whose rows it is.
+        readers: of all linears that read it. Those that are not rounded (a router) are scaled too.
+        is_proven: whether the layer is known to stay what it was; else it is tried.
+    """
+
+    maker: str
+    readers: Sequence[str]
+    is_proven: bool = False
+
+
+Folds: TypeAlias = Sequence[Fold]
 
 
 def folds_of(spec: ModelSpec) -> Folds:
@@ -48,7 +64,7 @@ def folds_of(spec: ModelSpec) -> Folds:
         folds = [(spec.norm.before_attention, attention), (spec.norm.before_mlp, mlp)]
     if spec.mlp is not None and spec.mlp.is_gated and len(mlp) == 2:
         folds.append((mlp[1], (spec.mlp.output,)))  # the product of gate and up is linear in up
-    return [(maker, readers) for maker, readers in folds if maker is not None and readers]
+    return [Fold(maker, readers) for maker, readers in folds if maker is not None and readers]
 
 
 @torch.no_grad()
@@ -75,23 +91,22 @@ def fold_scales(
         The moments of the scaled layer, and what a scale was folded into.
     """
     folded = []
-    for maker_name, readers in folds:
-        present = [name for name in readers if name in formats]
-        maker = _find(layer, maker_name)
-        if maker is None or len(present) != len(readers):
+    for fold in folds:
+        present = [name for name in fold.readers if name in formats]
+        maker = _find(layer, fold.maker)
+        linears: list[Any] = [_find(layer, name) for name in fold.readers]
+        if maker is None or not present or None in linears:
             continue
-        linears = [layer.get_submodule(name) for name in present]
-        if not _holds(maker, linears, output):
+        if not fold.is_proven and not _holds(maker, linears, output):
             continue
-        weights = [linear.weight for linear in linears]
+        weights = [layer.get_submodule(name).weight for name in present]
         if smooth:
-            scale = _smoothing(weights, moments.largest[present[0]])
+            scale = _smoothing(weights, torch.stack([moments.largest[n] for n in present]).amax(0))
         else:
-            of_input = (moments.second[present[0]], moments.magnitude[present[0]])
-            scale = _best(weights, [formats[n] for n in present], *of_input)
+            scale = _best(weights, [formats[n] for n in present], present, moments)
         _fold(maker, linears, scale)
         moments = moments.divided(present, scale)
-        folded.append(maker_name)
+        folded.append(fold.maker)
     return moments, tuple(folded)
 
 
@@ -141,17 +156,21 @@ def _find(layer: nn.Module, name: str) -> Any:
         return None
 
 
-def _best(weights: Sequence[Tensor], formats: Sequence[Format], hessian: Tensor, magnitude: Tensor) -> Tensor:
-    plain = torch.ones_like(magnitude)
-    best, least = plain, float("inf")
+def _best(
+    weights: Sequence[Tensor], formats: Sequence[Format], names: Sequence[str], moments: LayerMoments
+) -> Tensor:
+    """The scales (K,) under which these linears' outputs lose least."""
+    magnitude = torch.stack([moments.magnitude[name] for name in names]).mean(0)
+    best, least = torch.ones_like(magnitude), float("inf")
     for power in _POWERS:
         scale = magnitude.clamp_min(1e-6) ** power
         scale = scale / (scale.max() * scale.min()).sqrt()
-        moved = hessian / scale[:, None] / scale[None, :]
-        error = 0.0
-        for weight, format in zip(weights, formats, strict=True):
-            wide = weight.float() * scale
-            error += loss_of(wide, nearest(wide, format, search=False), moved)
+        error, moved = 0.0, {}  # linears that read one tensor share its moments
+        for weight, format, name in zip(weights, formats, names, strict=True):
+            hessian, wide = moments.second[name], weight.float() * scale
+            if id(hessian) not in moved:
+                moved = {id(hessian): hessian / scale[:, None] / scale[None, :]}
+            error += loss_of(wide, nearest(wide, format, search=False), moved[id(hessian)])
         if error < least:
             best, least = scale, error
     return best

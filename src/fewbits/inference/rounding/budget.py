@@ -13,6 +13,7 @@ import heapq
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +69,7 @@ def measure_losses(
 
     Args:
         model: the plain model.
-        linears: full names.
+        linears: full names; of experts those of their 3-D parameters.
         formats: the candidates.
         windows: (windows, length) of tokens.
         cache_file: a file in which what is measured is kept, so that the same call goes on where it stopped.
@@ -108,7 +109,7 @@ def allocate(
 
     Args:
         losses: of each linear in each candidate, from `measure_losses`.
-        shapes: (N, K) of each.
+        shapes: of each, (N, K) or (E, N, K).
         budget: what may be spent.
 
     Raises:
@@ -116,7 +117,7 @@ def allocate(
     """
     formats = [get_format(name) for name in budget.formats]
     lines = {name: _convex(of_formats, shapes[name], formats) for name, of_formats in losses.items()}
-    values = sum(_count(shapes[name]) for name in losses)
+    values = sum(prod(shapes[name]) for name in losses)
     places = dict.fromkeys(lines, 0)
     spent = sum(line[0][0] for line in lines.values())
     loss = sum(line[0][1] for line in lines.values())
@@ -141,10 +142,6 @@ def allocate(
         if place + 1 < len(line):
             heapq.heappush(waiting, (_price(line, place), name))
     return {name: lines[name][place][2] for name, place in chosen.items()}, steps
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return shape[0] * shape[1]
 
 
 def _price(line: Sequence[tuple[float, float, Format]], place: int) -> float:

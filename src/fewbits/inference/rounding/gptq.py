@@ -144,6 +144,12 @@ def loss_of(weight: Tensor, packed: Packed, hessian: Tensor) -> float:
 
     ``weight`` is (N, K), ``packed`` of the same shape, ``hessian`` H (K, K), all float32.
     """
+    error, whole = squares_of(weight, packed, hessian)
+    return error / max(whole, 1e-30)
+
+
+def squares_of(weight: Tensor, packed: Packed, hessian: Tensor) -> tuple[float, float]:
+    """``tr(D H D^T)`` and ``tr(W H W^T)`` of `loss_of`, for W (N, K) and H (K, K)."""
     w = weight.float()
     d = packed.dequantize(torch.float32) - w
-    return float(((d @ hessian) * d).sum() / ((w @ hessian) * w).sum().clamp_min(1e-30))
+    return float(((d @ hessian) * d).sum()), float(((w @ hessian) * w).sum())

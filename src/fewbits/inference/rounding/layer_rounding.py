@@ -14,8 +14,9 @@ from fewbits.formats.base import Format, Packed
 from fewbits.host.transposed import as_linear
 from fewbits.inference.rounding.activations import moments_of, output_of
 from fewbits.inference.rounding.awq import Folds, fold_scales
-from fewbits.inference.rounding.gptq import aimed_at_plain, choose_by_gptq, choose_nearest, loss_of
-from fewbits.inference.rounding.grids import Choice, Grids
+from fewbits.inference.rounding.experts import ExpertLinears, filled, grids_of, unreached
+from fewbits.inference.rounding.gptq import aimed_at_plain, choose_by_gptq, choose_nearest, squares_of
+from fewbits.inference.rounding.grids import Choice
 from fewbits.inference.rounding.learned import SoftWeight, learn
 from fewbits.inference.rounding.methods import Method
 
@@ -41,13 +42,20 @@ class RoundedLayer:
 
     Attributes:
         packed: the weights.
-        errors: ``||x (Q - W)^T||^2 / ||x W^T||^2`` of each.
+        squares: ``||x (Q - W)^T||^2`` and ``||x W^T||^2`` of each, divided by one number.
         folded: into what scales were folded.
+        unreached: numbers of the experts that no token was sent to.
     """
 
     packed: Mapping[str, Packed]
-    errors: Mapping[str, float]
+    squares: Mapping[str, tuple[float, float]]
     folded: tuple[str, ...]
+    unreached: Sequence[int] = ()
+
+    def error(self, names: Sequence[str]) -> float:
+        """The relative squared error of these linears' outputs, taken together."""
+        whole = sum(self.squares[name][1] for name in names)
+        return sum(self.squares[name][0] for name in names) / max(whole, 1e-30)
 
 
 @torch.no_grad()
@@ -57,6 +65,7 @@ def round_layer(
     flow: Flow,
     method: Method,
     folds: Folds,
+    experts: ExpertLinears | None = None,
 ) -> RoundedLayer:
     """Choose codes for the linears of a layer; scales are folded in place, its weights stay.
 
@@ -66,13 +75,17 @@ def round_layer(
         flow: what flows into it.
         method: the steps.
         folds: where scales can be folded, from `folds_of`.
+        experts: those of its linears that are experts', from `split_layer`.
 
     Raises:
+        BadInput: no token reaches any expert.
         NotFinite: a weight or an input holds a NaN or an infinity.
     """
     plain = flow.plain if method.rounding == "gptaq" else None
     targets = [output_of(layer, x, flow.words) for x in flow.plain] if method.steps else []
     moments = moments_of(layer, list(formats), flow.hidden, flow.words, plain)
+    of_text = moments.second  # without what experts that few tokens reach are given besides
+    moments = moments if experts is None else filled(moments, experts)
     bad = next((name for name in formats if not bool(moments.second[name].isfinite().all())), None)
     if bad is not None:
         raise NotFinite(f"the inputs of {bad} hold a NaN or an infinity on this text; nothing was written.")
@@ -87,7 +100,7 @@ def round_layer(
             smooth=method.smooth,
         )
     weights = {name: as_linear(layer.get_submodule(name)).weight.detach() for name in formats}
-    grids = {name: Grids(format, weights[name].float()) for name, format in formats.items()}
+    grids = grids_of(formats, weights, experts)
     choices: dict[str, Choice] = {}
     for name, weight in weights.items():
         second = moments.second[name]
@@ -100,5 +113,8 @@ def round_layer(
         soft = {name: SoftWeight(grids[name], choice) for name, choice in choices.items()}
         choices = learn(layer, soft, flow.hidden, targets, flow.words, steps=method.steps)
     packed = {name: grids[name].finish(choices[name], weights[name].dtype) for name in formats}
-    errors = {name: loss_of(weights[name], packed[name], moments.second[name]) for name in formats}
-    return RoundedLayer(packed=packed, errors=errors, folded=folded)
+    squares = dict.fromkeys(formats, (0.0, 0.0))
+    for name in of_text:
+        squares[name] = squares_of(weights[name], packed[name], moments.second[name])
+    missed = [] if experts is None else unreached(moments, experts)
+    return RoundedLayer(packed=packed, squares=squares, folded=folded, unreached=missed)

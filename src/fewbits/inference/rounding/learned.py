@@ -125,11 +125,13 @@ def learn(
         x, target = (torch.cat([of[n] for n in picked]) for of in (inputs, targets))
         loss = (_output(layer, weights, x, words) - target).float().square().mean()
         trained = [pair for weight in weights.values() for pair in weight.parameters()]
-        gradients = torch.autograd.grad(loss, [tensor for tensor, _ in trained])
+        # an expert that no token of the batch reaches has no gradient
+        gradients = torch.autograd.grad(loss, [tensor for tensor, _ in trained], allow_unused=True)
         rate = (1 - step / steps) / steps
         with torch.no_grad():
             for (tensor, part), gradient in zip(trained, gradients, strict=True):
-                tensor -= rate * part * gradient.sign()
+                if gradient is not None:
+                    tensor -= rate * part * gradient.sign()
     better = _loss(layer, weights, inputs, targets, words) < before
     return {name: weight.finished() if better else weight.choice for name, weight in weights.items()}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,27 @@ from torch import Tensor, nn
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats import get_format
 from fewbits.formats.base import Format, Packed
-from fewbits.host.expert_weights import weights_of
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.host.transposed import as_linear, is_transposed
 from fewbits.inference.export import LayerError, QuantizeResult, for_storage
 from fewbits.inference.rounding.activations import distance, first_inputs, output_of
 from fewbits.inference.rounding.awq import folds_of
 from fewbits.inference.rounding.budget import Budget, Step, allocate, measure_losses
+from fewbits.inference.rounding.experts import (
+    ExpertLinears,
+    check_format,
+    expert_folds,
+    experts_to_round,
+    join,
+    sentence,
+    split_layer,
+    stacked_weight,
+)
 from fewbits.inference.rounding.grids import Grids
 from fewbits.inference.rounding.kept_work import LOSSES, KeptWork, fingerprint
-from fewbits.inference.rounding.layer_rounding import Flow, round_layer
+from fewbits.inference.rounding.layer_rounding import Flow, RoundedLayer, round_layer
 from fewbits.inference.rounding.methods import Method, read_method
+from fewbits.inference.rounding.quality import weight_of
 from fewbits.models.fast import FastLanguageModel
 from fewbits.models.folders.checkpoint import inspect_folder
 from fewbits.models.folders.one_writer import one_writer
@@ -38,15 +48,17 @@ from fewbits.models.folders.whole_folder import check_destination, whole_folder
 from fewbits.models.loading.hf_quantizer import write_packed
 from fewbits.models.loading.in_memory import mark_loaded
 from fewbits.models.packing.convert import linears_to_replace
-from fewbits.models.packing.experts import expert_modules
+from fewbits.models.packing.experts import packed_place
 from fewbits.models.packing.packed import is_packed, put
 from fewbits.models.packing.packed_head import head_rule
 from fewbits.models.packing.recipe_patterns import unmatched_patterns
 from fewbits.models.stochastic.rotations import rotate_residual, rotate_values
 from fewbits.models.writing.calibration_rows import read_windows
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule
 
+_UNREACHED = "unreached"  # in what is kept of a layer
 _MEASURED = 2048  # tokens on which the loss of each linear in each candidate is measured
 
 
@@ -63,7 +75,10 @@ class CalibrationResult(QuantizeResult):
             text: ||h - h_plain|| / ||h_plain||. Where it jumps, loss starts.
         steps: of a budget, the line of best choices: bits of a value and the sum of the measured losses.
         predicted_loss: of a budget, that sum for what was chosen, in nats a token; else None.
-        notes: what was not rounded, and where "awq" found nothing to scale, in sentences.
+        notes: what was not rounded, experts that no token reached, and where "awq" found nothing to scale, in
+            sentences.
+        unreached: numbers of the experts that no token of the text reached, by the full name of the module
+            that holds them.
     """
 
     method: str
@@ -74,6 +89,7 @@ class CalibrationResult(QuantizeResult):
     steps: tuple[Step, ...] = ()
     predicted_loss: float | None = None
     notes: tuple[str, ...] = ()
+    unreached: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -95,13 +111,12 @@ def calibrate_checkpoint(
             computed one at a time on a GPU if there is one.
         destination: the folder to write; never the source. Beside it, as ".calibration" after its
             name, the work is kept until it is done.
-        format: of the decoder's linears: whole numbers in groups or rows, FP8, an MX format, nvfp4, nf4, fp4,
-            a GGUF type. Or a `Recipe`, which may give each linear another one. Or a `Budget`: each linear's
-            format is then chosen by the loss that was measured with it alone rounded.
+        format: of the decoder's linears and experts: whole numbers in groups or rows, FP8, an MX format,
+            nvfp4, nf4, fp4, a GGUF type. Or a `Recipe`, which may give each linear another one. Or a
+            `Budget`: each format is then chosen by the loss that was measured with that weight alone rounded.
         rows: JSON Lines with "text" or "messages".
-        method: steps joined by "+", from `fewbits.inference.rounding.methods`: "rotate", "smooth" or "awq";
-            "nearest" (under scales with the least error), "gptq" or "gptaq"; "learned", or with the number of
-            its steps "learned:400".
+        method: steps joined by "+", from `methods`: "rotate", "smooth" or "awq"; "nearest" (under scales with
+            the least error), "gptq" or "gptaq"; "learned", or with the number of its steps "learned:400".
         windows: how many pieces of text are used at most, and the tokens of each.
         overwrite: replace a model that is in the destination.
         progress: called as ``progress(layers done, layers in all)``.
@@ -113,7 +128,7 @@ def calibrate_checkpoint(
     """
     how = read_method(method)
     samples, length = windows
-    if samples < 1 or length < 1:
+    if min(windows) < 1:
         raise BadInput(f"{samples} windows of {length} tokens hold no text; give at least one of each.")
     budget, target = format if isinstance(format, Budget) else None, Path(destination)
     choices = [get_format(name) for name in budget.formats] if budget else []
@@ -133,18 +148,18 @@ def calibrate_checkpoint(
             work.choose(budget, tokens, progress_folder, progress)
         before = sum(p.numel() * p.element_size() for p in model.parameters())
         resumed = work.run(tokens, progress_folder, progress)
-        name = "mixed" if budget else recipe.name
+        name = recipe.name if budget is None else "mixed"
         mark_loaded(model, f"{name}_{method.replace('+', '_')}")
         with whole_folder(target, overwrite=overwrite, protected=[source]) as folder:
             write_packed(model, folder, published=target)
             tokenizer.save_pretrained(folder)
             inspect_folder(folder)  # what was written reads back
         progress_folder.remove()
-    errors = list(work.errors.values())
+    errors = tuple(work.errors.values())
     return CalibrationResult(
         folder=target,
         recipe=f"{name}, {method}",
-        layers=tuple(errors),
+        layers=errors,
         bytes_before=before,
         bytes_after=sum(p.numel() * p.element_size() for p in model.parameters()),
         relative_error=math.sqrt(sum(e.relative_error**2 for e in errors) / max(len(errors), 1)),
@@ -156,6 +171,7 @@ def calibrate_checkpoint(
         steps=tuple(work.steps),
         predicted_loss=work.predicted_loss,
         notes=tuple(work.notes(len(work.layers) - resumed)),
+        unreached=work.unreached,
     )
 
 
@@ -177,25 +193,27 @@ def _recipe_of(format: str | Format | Mapping[str, Any] | Recipe) -> Recipe:
     return Recipe(name=value.name, linear=Rule(weight=value))
 
 
-def _packed_rules(model: nn.Module, recipe: Recipe) -> dict[str, Rule]:
-    """The rules of the decoder's linears that the recipe packs.
+def _packed_rules(model: nn.Module, recipe: Recipe) -> tuple[dict[str, Rule], dict[str, Rule], list[str]]:
+    """The rules of the decoder's linears that the recipe packs, those of experts, and what is left, told.
 
     Raises:
         BadInput: it packs none.
         Unsupported: it packs something else.
     """
-    head = head_rule(model, spec_for(model), recipe)
+    spec = spec_for(model)
+    head = head_rule(model, spec, recipe)
     if head is not None and head.rule.weight is not None:
         raise Unsupported(
             f"the recipe {recipe.name!r} packs the output head, which calibration leaves as it is; leave its"
             " head out, or leave out --calibrate."
         )
     rules = {n: r for n, r in linears_to_replace(model, recipe).items() if r.weight is not None}
-    if not rules:
+    of_experts, sentences = experts_to_round(model, spec, recipe)
+    if not rules and not of_experts:
         raise BadInput(
             f"the recipe {recipe.name!r} packs no weight of this model; choose one such as qlora_nf4."
         )
-    return rules
+    return rules, of_experts, sentences
 
 
 class _Work:
@@ -206,18 +224,17 @@ class _Work:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.layers = list(layer_names(model, spec_for(model)))
         unmatched_patterns(model, spec_for(model), recipe)
-        self.rules = rules = _packed_rules(model, recipe)
+        self.linear_rules, self.expert_rules, self.left = _packed_rules(model, recipe)
+        rules = {**self.linear_rules, **self.expert_rules}
         self.formats = {name: rule.weight for name, rule in rules.items() if rule.weight is not None}
-        self.linears = {
-            layer: [n.removeprefix(f"{layer}.") for n in rules if n.startswith(f"{layer}.")]
-            for layer in self.layers
-        }
-        weights = {name: as_linear(model.get_submodule(name)).weight for name in rules}
+        weights = {name: weight_of(model, name) for name in rules}
         for name, weight in weights.items():
-            for format in choices or [self.formats[name]]:
-                # refuses before the work begins
-                Grids(format, torch.zeros(1, weight.shape[1], dtype=torch.float32))
-        self.most_columns = max((weight.shape[1] for weight in weights.values()), default=0)
+            for format in choices or [self.formats[name]]:  # refuses before the work begins
+                if weight.dim() == 3:
+                    check_format(name, format, tuple(weight.shape))
+                Grids(format, torch.zeros(1, weight.shape[-1], dtype=torch.float32))
+        self.most_columns = max((weight.shape[-1] for weight in weights.values()), default=0)
+        self.unreached: dict[str, list[int]] = {}
         self.errors: dict[str, LayerError] = {}
         self.output_errors: dict[str, float] = {}
         self.folded = 0
@@ -244,7 +261,7 @@ class _Work:
             cache_file=cache.folder / LOSSES,
             progress=progress,
         )
-        shapes = {name: tuple(as_linear(self.model.get_submodule(name)).weight.shape) for name in losses}
+        shapes = {name: tuple(weight_of(self.model, name).shape) for name in losses}
         self.formats, self.steps = allocate(losses, shapes, budget)
         self.predicted_loss = sum(losses[name][format.name] for name, format in self.formats.items())
 
@@ -270,26 +287,52 @@ class _Work:
                 progress(number + 1, len(self.layers))
         return resumed
 
+    def _of_layer(self, name: str, rules: Mapping[str, Rule]) -> list[str]:
+        """What of these rules is in a layer, by its name in it."""
+        return [n.removeprefix(f"{name}.") for n in rules if n.startswith(f"{name}.")]
+
     def _round(self, name: str, layer: nn.Module, flow: Flow) -> None:
-        formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in self.linears[name]}
-        folds = folds_of(spec_for(self.model))
-        rounded = round_layer(layer, formats, flow, self.method, folds)
+        spec = spec_for(self.model)
+        formats = {leaf: self.formats[f"{name}.{leaf}"] for leaf in self._of_layer(name, self.linear_rules)}
+        folds = list(folds_of(spec))
+        rules = {n: replace(r, weight=self.formats[n]) for n, r in self.expert_rules.items()}
+        experts = split_layer(self.model, name, spec, rules)
+        if experts is not None:
+            for own, stacks in experts.weights.items():
+                format = self.formats[f"{name}.{experts.path}.{own}"]
+                formats |= {linear: format for stack in stacks for linear in stack}
+            folds = [fold for fold in folds if fold.maker != spec.norm.before_mlp]
+            folds += expert_folds(layer, spec, experts)
+        rounded = round_layer(layer, formats, flow, self.method, folds, experts)
         self.folded += len(rounded.folded)
-        for leaf, packed in rounded.packed.items():
+        for leaf in self._of_layer(name, self.linear_rules):
             full, weight = f"{name}.{leaf}", as_linear(layer.get_submodule(leaf)).weight.detach()
-            self.output_errors[full] = rounded.errors[leaf]
-            self.errors[full] = _error(full, weight, packed)
-            _put_packed(layer, leaf, packed, self.rules[full])
+            self.output_errors[full] = rounded.error([leaf])
+            self.errors[full] = _error(full, weight, rounded.packed[leaf])
+            _put_packed(layer, leaf, rounded.packed[leaf], self.linear_rules[full])
+        if experts is not None:
+            self._join(name, experts, rounded, rules)
+            layer.to(self.device)  # an expert's parameter that stays plain
+
+    def _join(
+        self, name: str, experts: ExpertLinears, rounded: RoundedLayer, rules: Mapping[str, Rule]
+    ) -> None:
+        path = f"{name}.{experts.path}"
+        plain = {leaf: stacked_weight(self.model, name, each) for leaf, each in experts.weights.items()}
+        join(self.model, name, experts, rounded.packed, rules)
+        packed: Any = self.model.get_submodule(path)
+        for leaf, stacks in experts.weights.items():
+            full = f"{path}.{leaf}"
+            self.output_errors[full] = rounded.error([linear for stack in stacks for linear in stack])
+            self.errors[full] = _error(full, plain[leaf], packed.packed(leaf))
+        if rounded.unreached:
+            self.unreached[path] = list(rounded.unreached)
 
     def notes(self, rounded: int) -> Iterator[str]:
         """Sentences about a finished run, of whose layers so many were rounded now."""
-        experts = [module for _, module in expert_modules(self.model, spec_for(self.model))]
-        values = sum(getattr(module, name).numel() for module in experts for name in weights_of(module))
-        if values:
-            yield (
-                f"{values:,} values of experts stay as they are: calibration rounds linears; fewbits quantize"
-                " with --recipe, and without --calibrate, packs experts too"
-            )
+        yield from self.left
+        for name, missed in self.unreached.items():
+            yield sentence(name, missed, self.model.get_submodule(name).num_stored)  # type: ignore[arg-type]
         if rounded and (self.method.awq or self.method.smooth) and not self.folded:
             yield (
                 f"{'awq' if self.method.awq else 'smooth'} found no input that a norm or a linear alone"
@@ -297,21 +340,42 @@ class _Work:
             )
 
     def _numbers(self, name: str) -> dict[str, Any]:
-        own = [f"{name}.{leaf}" for leaf in self.linears[name]]
-        return {n: [self.output_errors[n], self.errors[n].relative_error] for n in own}
+        own = [n for n in self.errors if n.startswith(f"{name}.")]
+        missed = {n: m for n, m in self.unreached.items() if n.startswith(f"{name}.")}
+        return {n: [self.output_errors[n], self.errors[n].relative_error] for n in own} | {_UNREACHED: missed}
 
     def _take(self, name: str, layer: nn.Module, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
         """Put back what an earlier call made of a layer."""
-        for leaf in self.linears[name]:
-            weight = as_linear(layer.get_submodule(leaf)).weight.detach()
-            shape, full = (weight.shape[0], weight.shape[1]), f"{name}.{leaf}"
-            format = self.formats[full]
-            parts = {part: tensors.pop(f"{leaf}.weight_{part}") for part in format.layout(shape)}
-            packed = Packed(format, shape, weight.dtype, parts)
-            _put_packed(layer, leaf, packed, self.rules[full])
-            self.output_errors[full], error = numbers[full]
-            self.errors[full] = _error(full, weight, packed, error)
+        self.unreached |= numbers.get(_UNREACHED, {})
+        for leaf in self._of_layer(name, self.linear_rules):
+            weight, full = as_linear(layer.get_submodule(leaf)).weight.detach(), f"{name}.{leaf}"
+            names = {part: f"{leaf}.weight_{part}" for part in self._parts(full, weight)}
+            packed = self._stored(full, weight, tensors, names)
+            _put_packed(layer, leaf, packed, self.linear_rules[full])
+            self._told(full, weight, packed, numbers)
+        rules = {n: replace(r, weight=self.formats[n]) for n, r in self.expert_rules.items()}
+        of_experts = self._of_layer(name, self.expert_rules)
+        for leaf, weight in [(leaf, weight_of(self.model, f"{name}.{leaf}")) for leaf in of_experts]:
+            (path, _, own), full = leaf.rpartition("."), f"{name}.{leaf}"
+            names = {part: f"{path}.{QuantizedExperts.key(own, part)}" for part in self._parts(full, weight)}
+            packed = self._stored(full, weight, tensors, names)
+            packed_place(self.model, f"{name}.{path}", rules).take(own, packed.parts)
+            self._told(full, weight, packed, numbers)
         layer.load_state_dict(tensors, strict=False)
+
+    def _parts(self, full: str, weight: Tensor) -> list[str]:
+        return list(self.formats[full].layout(tuple(weight.shape)))
+
+    def _stored(
+        self, full: str, weight: Tensor, tensors: dict[str, Tensor], names: Mapping[str, str]
+    ) -> Packed:
+        """A packed weight of the tensors that were kept, which it takes away from them."""
+        parts = {part: tensors.pop(name) for part, name in names.items()}
+        return Packed(self.formats[full], tuple(weight.shape), weight.dtype, parts)
+
+    def _told(self, full: str, weight: Tensor, packed: Packed, numbers: Mapping[str, Any]) -> None:
+        self.output_errors[full], error = numbers[full]
+        self.errors[full] = _error(full, weight, packed, error)
 
 
 def _put_packed(layer: Any, leaf: str, packed: Packed, rule: Rule) -> None:

@@ -59,19 +59,37 @@ def divergence(model: nn.Module, plain: Tensor, windows: Tensor) -> float:
 
 @contextmanager
 def rounded(model: Any, formats: Mapping[str, Format]) -> Iterator[None]:
-    """While it lasts, the named plain linears compute with weights rounded by these formats."""
-    originals = {name: model.get_submodule(name).weight.data for name in formats}
+    """While it lasts, the named plain linears, or experts' 3-D parameters, compute with rounded weights."""
+    parameters = {name: parameter_of(model, name) for name in formats}
+    originals = {name: parameter.data for name, parameter in parameters.items()}
     try:
         for name, format in formats.items():
-            module = model.get_submodule(name)
-            weight = as_linear(module).weight.detach()
-            module.weight.data = transposed_like(
-                format.quantize(weight).dequantize(weight.dtype), module
-            ).contiguous()
+            weight = weight_of(model, name)
+            decoded = format.quantize(weight).dequantize(weight.dtype)
+            if decoded.dim() == 2:
+                decoded = transposed_like(decoded, model.get_submodule(name)).contiguous()
+            parameters[name].data = decoded
         yield
     finally:
         for name, weight in originals.items():
-            model.get_submodule(name).weight.data = weight
+            parameters[name].data = weight
+
+
+def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
+    """The weight of the linear of this name, or the experts' 3-D parameter (E, N, K) of this name."""
+    path, _, leaf = name.rpartition(".")
+    own = model.get_submodule(path)._parameters.get(leaf)
+    parameter: nn.Parameter = model.get_submodule(name).weight if own is None else own  # type: ignore[assignment]
+    return parameter
+
+
+def weight_of(model: nn.Module, name: str) -> Tensor:
+    """`parameter_of` as formats take it: a linear's (N, K), or experts' (E, N, K)."""
+    parameter = parameter_of(model, name).detach()
+    if parameter.dim() == 3:
+        return parameter
+    weight: Tensor = as_linear(model.get_submodule(name)).weight.detach()
+    return weight
 
 
 def neighbours(format: Format) -> list[Format]:
