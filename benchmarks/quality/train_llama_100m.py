@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=512, help="of a window")
-    parser.add_argument("--head-size", type=int, default=64)
+    parser.add_argument("--head-size", type=int, help="64 without; 16 in a trial")
     parser.add_argument("--repeats", type=float, default=0.0, help="share of rows that say a stretch again")
     parser.add_argument("--held-out", type=float, default=0.02, help="share of the windows")
     parser.add_argument("--seconds", type=float, help="end the schedule after so many, in place of --steps")
@@ -188,7 +188,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(
-        **shape, **heads(shape, 16 if args.tiny and args.head_size == 64 else args.head_size),
+        **shape, **heads(shape, args.head_size or (16 if args.tiny else 64)),
         vocab_size=len(tokenizer), max_position_embeddings=length,
         tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=False, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
