@@ -14,9 +14,10 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import Unsupported
 from fewbits.models.fast import with_methods
-from fewbits.models.generation import loop, prompt_graph
+from fewbits.models.generation import loop, prompt_graph, step_experts
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.model_step import HostReads, ModelStep, why_no_model_step
+from fewbits.nn.experts import QuantizedExperts
 from tests.models.emulated import on_a_cpu
 from tests.models.hybrids import HYBRIDS, hybrid
 from tests.models.mixtures import MIXTURES, mixture
@@ -94,17 +95,79 @@ def test_families_that_run_unfused_give_the_tokens_of_transformers(family: str, 
 
 @pytest.mark.parametrize("family", one_of(MIXTURES, "mixtral"))
 def test_mixtures_of_experts(family: str, steps: list[int]) -> None:
-    """By products that the device groups; the loop over experts that are hit asks the host, and says so."""
+    """Whatever transformers' own loop does: a step has a way of its own, and the configuration its word."""
     model = ready(mixture(family))
     model.config.output_router_logits = False  # with which transformers' own loop refuses padding
-    model.set_experts_implementation("batched_mm")
-    same_as_transformers(model)
-    assert len(steps) == 65, decoding_of(model).refused
-    del steps[:]
-    model.set_experts_implementation("eager")
-    loop._STATES.pop(model)
-    same_as_transformers(model)
-    assert not steps and "Experts asks the host for values (aten." in decoding_of(model).refused
+    for way in ("batched_mm", "eager", "grouped_mm"):
+        model.set_experts_implementation(way)
+        same_as_transformers(model)
+        assert len(steps) == 65, decoding_of(model).refused
+        assert model.config._experts_implementation == way
+        del steps[:]
+        loop._STATES.pop(model)
+
+
+def experts_of(model: Any) -> Any:
+    return next(m for m in model.modules() if hasattr(m, "is_transposed"))
+
+
+@pytest.mark.parametrize("family", one_of(MIXTURES, "gpt_oss"))
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_experts_by_every_way_are_the_same(family: str, rows: int) -> None:
+    """All for all, those that are hit, and transformers' loop; also where an expert is chosen by nobody."""
+    experts = experts_of(mixture(family))
+    config, count = experts.config, experts.down_proj.shape[0]
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 64, generator=generator)
+    chosen = torch.stack([torch.randperm(count, generator=generator)[:2] for _ in range(rows)])
+    weights = torch.rand(rows, 2, generator=generator)
+    config._experts_implementation = "eager"
+    with torch.no_grad():
+        need = experts(x, chosen, weights)
+        torch.testing.assert_close(step_experts._all_experts(experts, x, chosen, weights), need)
+        with step_experts.experts_without_the_host(experts), HostReads(x.device):
+            assert config._experts_implementation == "fewbits_step"
+            ours = experts(x, chosen, weights)
+    torch.testing.assert_close(ours, need)
+    assert config._experts_implementation == "eager"
+
+
+def test_another_way_that_was_chosen_stays() -> None:
+    experts = experts_of(mixture("mixtral"))
+    for name in ("deepgemm", "batched_mm"):
+        experts.config._experts_implementation = name
+        with step_experts.experts_without_the_host(experts):
+            assert experts.config._experts_implementation == name
+
+
+@pytest.mark.parametrize("family", one_of(("mixtral", "qwen3_moe", "gpt_oss"), "mixtral"))
+def test_packed_experts_with_adapters_and_kept_values(family: str, steps: list[int]) -> None:
+    """A graph reads no decoded weights that somebody keeps; the keeping goes on; adapters change."""
+    model = mixture(family)
+    model.config.output_router_logits = False
+    fewbits.convert(model, "qlora_nf4")
+    adapted = fewbits.get_peft_model(ready(model), r=4, target_modules="all-linear").eval()
+    packed = [m for m in model.modules() if isinstance(m, QuantizedExperts)]
+    assert packed
+    before = None
+    for turn in range(3):
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.3)
+        for module in packed:
+            module.keep_values(turn > 0)
+        same_as_transformers(model)
+        assert len(steps) == 65 * (turn + 1), decoding_of(model).refused
+        assert all(module.keeps_values == (turn > 0) for module in packed)
+        step = decoding_of(model).step
+        assert isinstance(step, ModelStep) and (before is None or step.run().shape == before.shape)
+        if turn:
+            for module in packed:
+                module.kept.clear()
+            with torch.no_grad():
+                step.run()
+            assert not any(module.kept for module in packed)
+        before = step.run()
 
 
 @pytest.mark.parametrize("family", one_of(HYBRIDS, "lfm2"))
@@ -328,6 +391,28 @@ def test_a_graph_gives_the_tokens_of_the_plain_loop(family: str) -> None:
         assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
     step = decoding_of(model).step
     assert isinstance(step, ModelStep) and sorted(step.graphs) == [1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "recipe"),
+    [(torch.float32, None), (torch.float16, None), (torch.bfloat16, None), (torch.bfloat16, "qlora_nf4")],
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_graph_of_experts_gives_the_tokens_of_the_plain_loop(
+    family: str, dtype: torch.dtype, recipe: str | None
+) -> None:
+    """By transformers' default and by ours; in 16 bits a text may part from the other at a tie."""
+    model = mixture(family).to("cuda", dtype)
+    model.config.output_router_logits = False
+    if recipe:
+        fewbits.convert(model, recipe)
+    model = ready(model)
+    for rows, length in ((3, 20), (1, 9), (6, 30)):
+        ids = tokens(rows, length).cuda()
+        ours, theirs = model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY)
+        assert isinstance(decoding_of(model).step, ModelStep), decoding_of(model).refused
+        assert float((ours == theirs).float().mean()) > (0.999 if dtype == torch.float32 else 0.8)
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.module_products import ModuleProducts
 from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.step import rope_kind
-from fewbits.nn.experts import QuantizedExperts
+from fewbits.models.generation.step_experts import experts_without_the_host
 from fewbits.nn.split_experts import SplitExperts
 
 _WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal.", "unique", "masked_select")
@@ -76,8 +76,6 @@ def why_not_modules(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if isinstance(module, SplitExperts):
             return "the host asks which of its experts have rows"
-        if isinstance(module, QuantizedExperts) and module.keeps_values:
-            return "its experts keep decoded weights for training"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if hasattr(module, "_hf_hook") or not all(map(_is_of_no_consequence, hooks)):
             return f"{name or 'the model'} has hooks, which a CUDA graph would not call"
@@ -224,7 +222,7 @@ class ModelStep:
         dtype = self._layers[0].keys.dtype
         model = self._model()
         assert model is not None
-        with products_in_16_bits(model), self._products.in_place():
+        with products_in_16_bits(model), experts_without_the_host(model), self._products.in_place():
             out = model(
                 input_ids=self.tokens[:, None],
                 position_ids=(position - first)[:, None],

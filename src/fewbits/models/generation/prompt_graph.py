@@ -33,6 +33,7 @@ from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.model_step import CANNOT, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
 from fewbits.models.generation.step import rope_kind
+from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes.stochastic_config import StochasticConfig
 
 _MOST_TOKENS = 4096  # of all texts together: longer ones keep the device busy
@@ -219,6 +220,8 @@ def _records(model: Any) -> bool:
 def _why_not(model: nn.Module) -> str:
     if rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {rope_kind(model)!r} depends on the length."
+    if any(isinstance(module, QuantizedExperts) and module.keeps_values for module in all_modules(model)):
+        return "its experts keep decoded weights for training."
     formats = {
         getattr(getattr(module, "operands", None), "activation", None) for module in all_modules(model)
     }
