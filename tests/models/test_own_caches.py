@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from fewbits.errors import BadInput
 from fewbits.models.generation import loop
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.packed_cache import PackedCache
@@ -226,3 +227,42 @@ def test_a_packed_prefix_for_padded_prompts(steps: list[int]) -> None:
     with torch.no_grad():
         run(cropped)
     assert steps[0] == 8  # nine more tokens fill what was cropped away
+
+
+@torch.no_grad()
+def test_caches_that_no_call_can_go_on_from(steps: list[int]) -> None:
+    """One sentence before the model runs; new tokens alone, with the mask of all, are as in transformers."""
+    model, ids = model_of("llama"), tokens(1, 6)
+
+    def filled(kind: Any = DynamicCache) -> Any:
+        cache = DynamicCache(config=model.config) if kind is DynamicCache else kind(model.config, "int8")
+        model(ids, past_key_values=cache, use_cache=True)
+        return cache
+
+    for kind in (DynamicCache, PackedCache):
+        with pytest.raises(
+            BadInput, match="the cache holds 6 tokens and the prompt has 6; pass the whole text"
+        ):
+            ours(model, ids, past_key_values=filled(kind))
+        with pytest.raises(BadInput, match="the cache is of 1 texts and the call of 2"):
+            ours(model, tokens(2, 9), past_key_values=filled(kind))
+    asked = {**GREEDY, "do_sample": True, "num_return_sequences": 2}
+    whole, cache = torch.cat([ids, tokens(1, 4, seed=3)], 1), filled()
+    with pytest.raises(BadInput, match="the cache is of 1 texts and the call of 2"):
+        model.generate(whole, past_key_values=cache, **asked)
+    cache.batch_repeat_interleave(2)
+    assert model.generate(whole, past_key_values=cache, **asked).shape == (2, 19)
+    other = DynamicCache()
+    other.update(torch.zeros(1, 3, 4, 16), torch.zeros(1, 3, 4, 16), 0)
+    with pytest.raises(BadInput, match="1 layers of 3 heads of 16 values and the model 2 of 2 of 16: it was"):
+        ours(model, ids, past_key_values=other)
+    for piece in (0, -3):
+        with pytest.raises(BadInput, match="is no number of tokens; give 1 or more"):
+            ours(model, ids, prefill_chunk_size=piece)
+    more = tokens(1, 4, seed=3)
+    whole = torch.cat([ids, more], 1)
+    need = ours(model, whole, past_key_values=filled())[:, 10:]
+    given = {"attention_mask": torch.ones_like(whole), "past_key_values": filled(), **GREEDY}
+    assert torch.equal(model.generate(more, **given)[:, 4:], need)
+    empty = DynamicCache(config=model.config)
+    assert torch.equal(ours(model, whole, past_key_values=empty)[:, 10:], need)

@@ -19,6 +19,7 @@ from fewbits.host.walks import all_modules
 from fewbits.models.generation.calls import option_of
 from fewbits.models.generation.live.plan import free_bytes, size_in_words
 from fewbits.models.generation.loop import with_loop
+from fewbits.models.generation.own_caches import check_own_cache
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +71,9 @@ def _prompt_of(arguments: dict[str, Any]) -> Tensor | None:
 
 def _check_prompt(model: Any, ids: Tensor | None, arguments: dict[str, Any]) -> None:
     """Raise `BadInput` for a prompt that nothing can be generated from."""
+    piece = option_of(model, arguments, "prefill_chunk_size")
+    if piece is not None and piece < 1:
+        raise BadInput(f"prefill_chunk_size={piece} is no number of tokens; give 1 or more, or leave it out.")
     if ids is None:
         return
     length = ids.shape[1]
@@ -84,6 +88,10 @@ def _check_prompt(model: Any, ids: Tensor | None, arguments: dict[str, Any]) -> 
             f"load the model with max_seq_length={length + 256} or more."
         )
     _check_tokens(model, ids, arguments)
+    if arguments.get("past_key_values") is not None:
+        copies = max(option_of(model, arguments, name) or 1 for name in ("num_return_sequences", "num_beams"))
+        mask = arguments.get("attention_mask")
+        check_own_cache(model, arguments["past_key_values"], ids, mask, copies)
 
 
 def _check_tokens(model: Any, ids: Tensor, arguments: dict[str, Any]) -> None:

@@ -18,8 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.errors import Unsupported
+from fewbits.errors import BadInput, Unsupported
+from fewbits.families.registry import written_spec
+from fewbits.families.shapes import head_dim
 from fewbits.kernels.generation.packed_attention import format_codes
+from fewbits.models.generation.model_state import is_spread
 
 
 def continues(cache: Any) -> bool:
@@ -31,6 +34,56 @@ def continues(cache: Any) -> bool:
     if type(cache) not in (DynamicCache, StaticCache, PackedCache) or getattr(cache, "offloading", False):
         return False
     return all(_is_known(layer) for layer in cache.layers)
+
+
+def check_own_cache(model: Any, cache: Any, ids: Tensor, mask: Any, copies: int) -> None:
+    """Raise `BadInput` for a cache that no call with these prompts can go on from.
+
+    Args:
+        model: a causal language model.
+        cache: the caller's; of kinds that `continues` does not know nothing is said.
+        ids: (batch, length): the prompts, what the cache holds included; or what came after it alone, where
+            the mask says how long both are.
+        mask: (batch, tokens), or None.
+        copies: answers, or beams, of each prompt.
+    """
+    if not continues(cache) or not cache.get_seq_length():
+        return
+    held, length = int(cache.get_seq_length()), ids.shape[1]
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        length = max(length, mask.shape[1])
+    if held >= length:
+        raise BadInput(
+            f"the cache holds {held:,} tokens and the prompt has {length:,}; pass the whole text, what the "
+            "cache holds and what came after it, as generate() returns it (cache.crop drops tokens)."
+        )
+    keys = next((k for layer in cache.layers if (k := _keys_of(layer)) is not None), None)
+    texts = len(ids) * copies
+    if keys is not None and keys.shape[0] != texts:
+        raise BadInput(
+            f"the cache is of {keys.shape[0]} texts and the call of {texts}; pass one for each answer "
+            "(cache.batch_repeat_interleave makes it of one for each prompt)."
+        )
+    spec, config = written_spec(model), model.config.get_text_config()
+    if keys is None or spec is None or spec.attention is None or is_spread(model):
+        return
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    need = config.num_hidden_layers, heads, head_dim(config.to_dict())
+    found = len(cache.layers), keys.shape[1], keys.shape[3]
+    if found != need:
+        raise BadInput(
+            f"the cache has {found[0]} layers of {found[1]} heads of {found[2]} values and the model "
+            f"{need[0]} of {need[1]} of {need[2]}: it was filled by another one."
+        )
+
+
+def _keys_of(layer: Any) -> Tensor | None:
+    """Keys (batch, heads, tokens, D) that a layer holds in 16 bits; None while there are none."""
+    from fewbits.models.generation.packed_cache import PackedLayer
+
+    if isinstance(layer, PackedLayer):
+        return layer.heads["keys"].newest if layer.heads else None
+    return layer.keys if layer.is_initialized and layer.keys.numel() else None
 
 
 def cache_to_return(generation_config: Any, keywords: dict[str, Any]) -> Any:
@@ -83,12 +136,9 @@ def length_of(cache: Any, ids: Tensor, padding: Tensor, end: int) -> int:
     if length >= ids.shape[1]:
         raise Unsupported("the call's cache holds every token of its prompt already.")
     for layer in cache.layers:
-        if isinstance(layer, PackedLayer):
-            keys = layer.heads["keys"].newest if layer.heads else None
-            if not torch.equal(_padding_of(layer, padding), padding):
-                raise Unsupported("the call's packed cache was not made for the padding of its prompts.")
-        else:
-            keys = layer.keys if layer.is_initialized and layer.keys.numel() else None
+        keys = _keys_of(layer)
+        if isinstance(layer, PackedLayer) and not torch.equal(_padding_of(layer, padding), padding):
+            raise Unsupported("the call's packed cache was not made for the padding of its prompts.")
         if keys is not None and len(keys) != len(ids):
             raise Unsupported(f"the call's cache is not one of {len(ids)} texts.")
         needed = max(end - 1, ids.shape[1] + 2)  # two more are tried before a step is trusted
