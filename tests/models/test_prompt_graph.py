@@ -74,6 +74,17 @@ def test_a_length_that_comes_again_is_recorded(family: str, fused: bool, runs: l
     assert sorted(graphs.graphs) == [(2, 16), (2, 32)] and not graphs.refused
 
 
+def test_so_many_graphs_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_graph, "_MOST_GRAPHS", 2)
+    model, graphs = tiny("llama"), PromptGraphs()
+    for rows in (1, 2, 1, 3, 1, 2):
+        for _ in range(2):
+            read_by(graphs, model, tokens(rows, 20))
+        same(graphs, model, tokens(rows, 20))
+        assert list(graphs.graphs)[-1] == (rows, 32)
+    assert list(graphs.graphs) == [(1, 32), (2, 32)]
+
+
 def test_a_model_that_trains_records_nothing() -> None:
     model, ids = tiny("llama"), tokens(2, 20)
     fuse(model)

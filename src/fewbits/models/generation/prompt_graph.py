@@ -38,6 +38,7 @@ from fewbits.recipes.stochastic_config import StochasticConfig
 
 _MOST_TOKENS = 4096  # of all texts together: longer ones keep the device busy
 _LENGTHS = (16, 32, 64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+_MOST_GRAPHS = 12  # each keeps keys and values of its tokens; the one that was not used for longest goes
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-6}
 _SIXTEEN_BITS = 0.04  # times the square root of the layers, as steps of decoding are compared
 
@@ -52,7 +53,7 @@ class PromptGraphs:
 
     Attributes:
         refused: why there are none, for as long as the model stays as it is.
-        graphs: by texts and length.
+        graphs: by texts and length, the one that was used last at the end.
     """
 
     def __init__(self) -> None:
@@ -92,19 +93,31 @@ class PromptGraphs:
         if self.refused or self._seen[size] < 2 or bool(padding.any()):
             return None
         try:
-            if size not in self.graphs:
-                graph = self._record(model, size, input_ids, padding)
-                if graph is None:
-                    return None
-                self.graphs[size] = graph
-                self._key = _key_of(model)  # values of weights may be kept since
+            graph = self._graph_of(model, size, input_ids, padding)
         except Unsupported as error:
             self.forget()
             self._key, self.refused = key, str(error)
             return None
-        prompt = self.graphs[size].read(input_ids)
+        if graph is None:
+            return None
+        prompt = graph.read(input_ids)
         prompt.of_model = key[0]
         return prompt
+
+    def _graph_of(
+        self, model: Any, size: tuple[int, int], input_ids: Tensor, padding: Tensor
+    ) -> _PromptGraph | None:
+        """The graph for prompts of this size, recorded if it is not there; the one that is used last."""
+        graph = self.graphs.pop(size, None)
+        if graph is None:
+            graph = self._record(model, size, input_ids, padding)
+            self._key = _key_of(model)  # values of weights may be kept since
+        if graph is None:
+            return None
+        while len(self.graphs) >= _MOST_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        self.graphs[size] = graph
+        return graph
 
     def forget(self) -> None:
         """Let go of all graphs and of their memory."""
