@@ -69,10 +69,10 @@ def check_own_cache(model: Any, cache: Any, ids: Tensor, mask: Any, copies: int)
         return
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     need = config.num_hidden_layers, heads, head_dim(config.to_dict())
-    found = len(cache.layers), keys.shape[1], keys.shape[3]
-    if found != need:
+    sizes = len(cache.layers), keys.shape[1], keys.shape[3]
+    if sizes != need:
         raise BadInput(
-            f"the cache has {found[0]} layers of {found[1]} heads of {found[2]} values and the model "
+            f"the cache has {sizes[0]} layers of {sizes[1]} heads of {sizes[2]} values and the model "
             f"{need[0]} of {need[1]} of {need[2]}: it was filled by another one."
         )
 
