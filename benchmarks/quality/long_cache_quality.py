@@ -1,7 +1,7 @@
 """What keys and values in few bits cost over a long context, with heads of 128, through decoding's kernels.
 
     python benchmarks/quality/train_llama_100m.py --data ../shared/data --out /tmp/llama100m_long
-        --length 4096 --head-size 128 --batch 8 --repeats 0.25 --held-out 0.05 --fuse --seconds 75
+        --length 4096 --head-size 128 --batch 4 --lr 1e-3 --repeats 0.25 --held-out 0.05 --fuse --seconds 60
     python benchmarks/quality/long_cache_quality.py /tmp/llama100m_long
 
 The windows that the training has held out, as long as the model's context, go through `DecodeStep` token by
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--needles", type=int, default=24)
-    parser.add_argument("--checked", type=int, default=400, help="tokens of the comparison with definitions")
+    parser.add_argument("--checked", type=int, default=80, help="tokens of the comparison with definitions")
     parser.add_argument("--caches", type=int, default=len(CACHES), help="so many of them, to try the script")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

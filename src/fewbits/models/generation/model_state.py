@@ -14,7 +14,13 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
 
     A model that answers otherwise than before needs another step, and another proof.
     """
+    return state_and_writes(model)[0]
+
+
+def state_and_writes(model: Any) -> tuple[tuple[Any, ...], int]:
+    """`state_of_model`, and how often torch has counted a write into frozen weights; in one walk."""
     state: list[Any] = []
+    writes = 0
     of_peft: dict[type, bool] = {}
     module: Any
     for module in all_modules(model):
@@ -30,18 +36,24 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
             merged = tuple(vars(module).get("merged_adapters") or ())
             state.append((tuple(module.active_adapters), bool(module.disable_adapters), merged, scales))
         state += (id(module), kind)
-        after, before = module._forward_hooks, module._forward_pre_hooks
-        own_forward = "forward" in vars(module)
-        if after or before or own_forward:
-            hooks = [(number, h) for number, h in (*after.items(), *before.items()) if not names_adapters(h)]
-            listeners = [number for number, hook in hooks if not _asks_for_gradients(hook)]
-            if listeners or own_forward:
-                state.append((*listeners, id(vars(module).get("forward"))))
-        if module._parameters:
-            state += [tensor.data_ptr() for tensor in module._parameters.values() if tensor is not None]
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            state += _listeners(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                state.append(parameter.data_ptr())
+                if not parameter.requires_grad and not parameter.is_inference():
+                    writes += parameter._version
         if module._buffers:
             state += [tensor.data_ptr() for tensor in module._buffers.values() if tensor is not None]
-    return tuple(state)
+    return tuple(state), writes
+
+
+def _listeners(module: Any) -> list[Any]:
+    """Hooks of consequence, and a forward of its own; none where there is neither."""
+    own_forward = "forward" in vars(module)
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    numbers = [n for n, hook in hooks if not names_adapters(hook) and not _asks_for_gradients(hook)]
+    return [(*numbers, id(vars(module).get("forward")))] if numbers or own_forward else []
 
 
 def is_spread(model: Any) -> bool:

@@ -29,7 +29,7 @@ from fewbits.host.attention import plain_mask
 from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
-from fewbits.models.generation.model_state import state_of_model
+from fewbits.models.generation.model_state import state_and_writes
 from fewbits.models.generation.model_step import CANNOT, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
 from fewbits.models.generation.step import rope_kind
@@ -247,5 +247,5 @@ def _why_not(model: nn.Module) -> str:
 
 def _key_of(model: Any) -> tuple[Any, ...]:
     """Equal while the model, its frozen weights and what is kept of them are the same."""
-    frozen = sum(p._version for p in model.parameters() if not p.requires_grad and not p.is_inference())
-    return state_of_model(model), frozen, tuple(layer.parts.values_kept for layer in fused_layers(model))
+    state, writes = state_and_writes(model)
+    return state, writes, tuple(layer.parts.values_kept for layer in fused_layers(model))
