@@ -24,7 +24,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.formats.bits import pack_bits
 from fewbits.formats.float8 import E4M3
 from fewbits.formats.integer import INT4, INT8
+from fewbits.formats.table_cache import keep_tables
 
 PLAIN = "bfloat16"  # the 16 bits in which the model computes
 _FORMATS: dict[str, Format] = {"int4": INT4, "int8": INT8, "fp8": E4M3}
@@ -202,14 +202,15 @@ def hadamard(x: Tensor, block: int) -> Tensor:
     """
     if not block:
         return x
-    matrix = torch.tensor(_signs(block), dtype=x.dtype, device=x.device).view(block, block)
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    return (blocks @ matrix).mul_(block**-0.5).reshape(x.shape)
+    return (blocks @ _signs(block, x.dtype, x.device)).mul_(block**-0.5).reshape(x.shape)
 
 
-@lru_cache(maxsize=8)
-def _signs(block: int) -> tuple[float, ...]:
-    return tuple(1.0 - 2.0 * ((i & j).bit_count() & 1) for i in range(block) for j in range(block))
+@keep_tables(maxsize=32)
+def _signs(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's matrix (block, block) of 1 and -1; to make it takes fifty times as long as to use it."""
+    signs = [1.0 - 2.0 * ((i & j).bit_count() & 1) for i in range(block) for j in range(block)]
+    return torch.tensor(signs, dtype=dtype, device=device).view(block, block)
 
 
 def get_kv_cache(value: KVCache | Format | str | Mapping[str, Any]) -> KVCache:
