@@ -17,6 +17,7 @@ from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop, prompt_graph, step_experts
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.model_step import HostReads, ModelStep, why_no_model_step
+from fewbits.models.generation.packed_cache import PackedCache
 from fewbits.nn.experts import QuantizedExperts
 from tests.models.emulated import on_a_cpu
 from tests.models.hybrids import HYBRIDS, hybrid
@@ -274,6 +275,31 @@ def test_kernels_that_are_refused_leave_the_modules(
     assert len(said) == 1 and "by a CUDA graph of the model's own modules: the model computes in" in said[0]
 
 
+KINDS = ("int8", "fp8", "int4", "int8/bfloat16")
+
+
+@pytest.mark.parametrize("kind", one_of(KINDS, "int4"))
+@pytest.mark.parametrize("family", one_of(("gemma2", "phi3", "stablelm"), "gemma2"))
+def test_keys_and_values_in_few_bits(family: str, kind: str, steps: list[int]) -> None:
+    """The definition's numbers over places that stay: rings that turn, first tokens behind padding."""
+    model = ready(unwritten(family) if family in UNFUSED else tiny(family))
+    state = decoding_of(model)
+    for newest, first in ((3, 2), (5, 0), (64, 4), (1, 1)):
+        words = {"keys": kind.partition("/")[0], "values": kind.rpartition("/")[2]}
+        cache = {**words, "newest": newest, "first": first}
+        for given in (padded(), padded(9), padded(26, rows=2), padded(2, rows=1)):
+            ours = model.generate(**GREEDY, **given, kv_cache=cache)
+            assert isinstance(state.step, ModelStep) and state.step.packed, state.said
+            before = len(steps)
+            own = PackedCache(model.config, cache, padding=(given["attention_mask"] == 0).sum(-1))
+            need = type(model).generate(model, **GREEDY, **given, past_key_values=own)
+            assert torch.equal(ours, need) and len(steps) == before
+    assert steps
+    assert torch.equal(
+        model.generate(**GREEDY, **padded()), type(model).generate(model, **GREEDY, **padded())
+    )
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_fused_model_of_inference(attention: str, steps: list[int]) -> None:
     """Prompts through fused nodes, tokens by the layers' own forward; nothing on the way asks the host."""
@@ -383,14 +409,23 @@ def test_a_wait_is_found_and_numbers_of_the_host_are_not() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "phi3"])
-def test_a_graph_gives_the_tokens_of_the_plain_loop(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("gemma2", None), ("gemma3_text", None), ("phi3", None), ("gemma2", "int4"), ("phi3", "int8/fp8")],
+)
+def test_a_graph_gives_the_tokens_of_the_plain_loop(family: str, kind: str | None) -> None:
     model = ready(tiny(family).cuda())
     for rows, length in ((3, 20), (1, 9), (2, 40), (3, 30)):
-        ids = tokens(rows, length).cuda()
-        assert torch.equal(model.generate(ids, **GREEDY), type(model).generate(model, ids, **GREEDY))
+        ids, words = tokens(rows, length).cuda(), {}
+        if kind:
+            words = {"kv_cache": {"name": kind, "newest": 5}}
+        own = {"past_key_values": PackedCache(model.config, words["kv_cache"])} if kind else {}
+        ours = model.generate(ids, **GREEDY, **words)
+        assert torch.equal(ours, type(model).generate(model, ids, **GREEDY, **own))
     step = decoding_of(model).step
-    assert isinstance(step, ModelStep) and sorted(step.graphs) == [1, 2, 3]
+    assert (
+        isinstance(step, ModelStep) and sorted(step.graphs) == [1, 2, 3] and bool(step.packed) == bool(kind)
+    )
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
+from fewbits.models.generation.fixed_packed import FixedPackedLayer
 
 
 class FixedLayer:
@@ -64,14 +65,19 @@ class FixedLayer:
         return int(self.keys.shape[2]), 0
 
 
-def fixed_layers(cache: Any, rows: int, room: int) -> list[FixedLayer]:
-    """A layer for each one of a prompt's cache.
+def fixed_layers(cache: Any, rows: int, room: int) -> list[FixedLayer | FixedPackedLayer]:
+    """A layer for each one of a prompt's cache, in as many bits.
 
     Raises:
         Unsupported: something in it is not keys and values by position.
     """
-    layers = []
+    from fewbits.models.generation.packed_cache import PackedLayer
+
+    layers: list[FixedLayer | FixedPackedLayer] = []
     for layer in cache.layers:
+        if isinstance(layer, PackedLayer):
+            layers.append(FixedPackedLayer(layer, rows, room))
+            continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             raise Unsupported("the model keeps something else than keys and values by position.")
@@ -81,7 +87,7 @@ def fixed_layers(cache: Any, rows: int, room: int) -> list[FixedLayer]:
     return layers
 
 
-def fixed_cache(layers: Sequence[FixedLayer]) -> Any:
+def fixed_cache(layers: Sequence[FixedLayer | FixedPackedLayer]) -> Any:
     """These layers as transformers' ``Cache``, which knows its own kinds of layers alone."""
     from transformers.cache_utils import Cache
 

@@ -134,11 +134,12 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     in_step: KVCache | None = kind or getattr(own, "kind", None)  # of the caller's packed cache
     reason = (
         state.refused
-        or _why_no_step(model, no_kernels, arguments, in_step)
+        or _why_no_step(model, no_kernels, arguments, own)
         or other_way(model, arguments)
         or drops(model)
     )
-    reason = reason or other_speculation(model, arguments) or why_not_cache(model, in_step)
+    reason = reason or other_speculation(model, arguments)
+    reason = reason or ("" if no_kernels else why_not_cache(model, in_step))
     if in_step is not None:
         reason = reason or state.refused_caches.get(in_step, "")
     if kind is not None and option_of(model, arguments, "return_dict_in_generate"):
@@ -156,13 +157,15 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     return {**with_stop_strings(rest), "custom_generate": loop}
 
 
-def _why_no_step(model: nn.Module, no_kernels: str, arguments: dict[str, Any], kind: KVCache | None) -> str:
+def _why_no_step(model: nn.Module, no_kernels: str, arguments: dict[str, Any], own: Any) -> str:
     """Why neither decoding's kernels nor the model's own modules make a step for a call; "" if they do."""
     if not no_kernels:
         return ""
     reason = why_no_model_step(model)
-    if not reason and (kind is not None or speculates(model, arguments)):
-        return f"{no_kernels}, and {'keys and values in few bits' if kind else 'guesses'} need its kernels"
+    packed = getattr(own, "kind", None) is not None
+    if not reason and (packed or speculates(model, arguments)):
+        what = "a packed cache of the caller's is" if packed else "guesses are"
+        return f"{no_kernels}, and {what} for its kernels alone"
     if not reason or reason in no_kernels:
         return no_kernels if reason else ""
     return f"{no_kernels}, and {reason}"
@@ -440,7 +443,8 @@ def _maker(
     if why_no_model_step(model):
         raise Unsupported(f"{state.no_kernels}.")
     state.say(state.no_kernels, "generate() decodes by a CUDA graph of the model's own modules")
-    return lambda room: ModelStep(model, batch=batch, room=room, like=cache)
+    own = getattr(cache, "kind", None)
+    return lambda room: ModelStep(model, batch=batch, room=room, like=cache, kv_cache=own)
 
 
 def _new_step(

@@ -30,6 +30,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.fixed_cache import fixed_cache, fixed_layers, masks
+from fewbits.models.generation.fixed_packed import FixedPackedLayer
 from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.module_products import ModuleProducts
@@ -139,13 +140,16 @@ class ModelStep:
         rows: for which there is room.
         room: tokens of each, prompt included.
         graphs: recorded steps, by the number of texts.
-        kv_cache, adapters, packed: as a `DecodeStep` has them; here there are none.
+        kv_cache: in which formats keys and values are kept; None: as the model computes them.
+        packed: the layers that are, by number.
+        adapters: as a `DecodeStep` has them; here there are none.
     """
 
-    kv_cache: KVCache | None = None
     adapters: tuple[str, ...] = ()
 
-    def __init__(self, model: Any, *, batch: int, room: int, like: Any) -> None:
+    def __init__(
+        self, model: Any, *, batch: int, room: int, like: Any, kv_cache: KVCache | None = None
+    ) -> None:
         """Make room.
 
         Args:
@@ -153,15 +157,19 @@ class ModelStep:
             batch: texts.
             room: tokens of each, prompt included.
             like: a cache that the model has filled, from which sizes and dtypes are taken.
+            kv_cache: the formats of its packed layers.
 
         Raises:
             Unsupported: the cache is not one of keys and values by position.
         """
         self.rows, self.batch, self.room = batch, batch, room
         self._model = ref(model)  # what is kept for a model must not keep it
-        self.packed: dict[int, Any] = {}
+        self.kv_cache = kv_cache
         self._kinds, self._window = kinds_of(model.config.get_text_config())
         self._layers = fixed_layers(like, batch, room)
+        self.packed = {
+            i: layer for i, layer in enumerate(self._layers) if isinstance(layer, FixedPackedLayer)
+        }
         self.device = self._layers[0].keys.device
         self._cache = fixed_cache(self._layers)
         self._places = torch.arange(room, device=self.device)
@@ -218,6 +226,8 @@ class ModelStep:
         places = position[:, None, None, None]
         for layer in self._layers:
             layer.places = places
+            if isinstance(layer, FixedPackedLayer):
+                layer.begin = first[:, None, None, None]
         kinds = sorted(self._kinds)
         dtype = self._layers[0].keys.dtype
         model = self._model()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fewbits.errors import Unsupported
 from fewbits.families.shapes import head_dim
-from fewbits.formats.kv_cache import KVCache
+from fewbits.formats.kv_cache import PLAIN, KVCache
 from fewbits.kernels.generation.decode_attention import Rules
 from fewbits.kernels.generation.packed_attention import (
     PackedAttention,
@@ -91,7 +91,7 @@ def fill_step(step: Any, cache: Any, length: int) -> None:
     """Take over what a model made of a prompt.
 
     Args:
-        step: a `DecodeStep`.
+        step: a `DecodeStep`, or one of a model's modules.
         cache: transformers' cache of the prompt, a `PackedCache` for a step with packed layers.
         length: tokens of the prompt, padding included.
 
@@ -105,7 +105,8 @@ def fill_step(step: Any, cache: Any, length: int) -> None:
             raise Unsupported("the model's cache does not hold the whole prompt.")
         if isinstance(layer, PackedLayer):
             for which, heads in layer.heads.items():
-                if heads.newest.shape[2] != min(length, layer.kind.newest):
+                most = length if heads.side.kind == PLAIN else layer.kind.newest
+                if heads.newest.shape[2] != min(length, most):
                     raise Unsupported("the packed cache was cropped, and its newest tokens are too few.")
                 step.packed[i].fill(which, heads.codes, heads.scales, heads.newest, heads.first)
             continue
