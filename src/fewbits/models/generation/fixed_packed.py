@@ -92,8 +92,8 @@ class _Half:
         _put(ring, place % slots, new)
         if first.shape[2]:
             at = (place - begin).clamp(0, first.shape[2] - 1)
-            kept = first.gather(2, at.expand(*new.shape))
-            _put(first, at, torch.where(place - begin < first.shape[2], new, kept))
+            before = first.gather(2, at.expand(*new.shape))
+            _put(first, at, torch.where(place - begin < first.shape[2], new, before))
 
 
 def _put(into: Tensor, places: Tensor, values: Tensor) -> Tensor:
