@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import fewbits
 from fewbits.errors import BadInput
 from fewbits.inference.generate import Sampling, encode_prompt, generate, stream
 
@@ -115,6 +116,21 @@ def test_empty_prompt_starts_from_bos(stories260k):
 def test_bad_sampling(field):
     with pytest.raises(BadInput, match=next(iter(field))):
         Sampling(**field)
+
+
+def test_what_is_no_prompt_no_sampling_and_no_tokenizer(stories260k):
+    model, tokenizer = stories260k
+    for call in (generate, lambda *args: list(stream(*args))):
+        with pytest.raises(BadInput, match="a list of 2 texts; give one, or all to"):
+            call(model, tokenizer, ["Once", "One day"], GREEDY)
+        with pytest.raises(BadInput, match=r"sampling is \{'temperature': 0\}; give a fewbits.Sampling"):
+            call(model, tokenizer, "Once", {"temperature": 0})
+        with pytest.raises(
+            BadInput, match="the tokenizer is None; give the one that from_pretrained returns"
+        ):
+            call(model, None, "Once", GREEDY)
+    with pytest.raises(BadInput, match="sampling is 0"):
+        fewbits.generate_many(model, tokenizer, ["Once"], 0)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import BadInput
 from fewbits.formats.kv_cache import get_kv_cache, kv_cache_to_config
-from fewbits.inference.generate import Generation, Prompt, Sampling
+from fewbits.inference.generate import Generation, Prompt, Sampling, checked
 from fewbits.inference.many import answered, encoded, seed_of
 from fewbits.models.folders.one_writer import one_writer, refuse_second_writer
 from fewbits.models.generation.adapters_by_row import BASE
@@ -130,7 +130,7 @@ def answer_file(
             begun with other rows or settings.
         NotFinite: the model's logits are NaN or infinite.
     """
-    sampling, path = sampling or Sampling(), Path(destination)
+    sampling, path = checked(sampling), Path(destination)
     _check_free(destination)
     check_slots(at_a_time)
     with one_writer(path):

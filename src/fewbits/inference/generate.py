@@ -78,6 +78,17 @@ class Sampling:
                 raise BadInput(f"{need}.")
 
 
+def checked(sampling: Sampling | None) -> Sampling:
+    """How tokens are chosen; without a word the usual way.
+
+    Raises:
+        BadInput: it is something else than a `Sampling`.
+    """
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise BadInput(f"sampling is {sampling!r}; give a fewbits.Sampling, such as Sampling(temperature=0).")
+    return sampling or Sampling()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guessing:
     """Who guesses the next tokens, so that several are verified at once; the greedy text stays the same.
@@ -157,7 +168,7 @@ def generate(
         Unsupported: the model's keys and values cannot be kept so.
         NotFinite: the model's logits are NaN or infinite.
     """
-    sampling = sampling or Sampling()
+    sampling = checked(sampling)
     input_ids = encode_prompt(tokenizer, prompt).to(model.device)
     room = _room(model, input_ids.shape[1])
     keywords = {
@@ -282,6 +293,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tensor:
         BadInput: messages for a tokenizer without a chat template, something that is neither text nor
             messages, half a character, or nothing to start from.
     """
+    if not callable(tokenizer):
+        raise BadInput(f"the tokenizer is {tokenizer!r}; give the one that from_pretrained returns.")
     if isinstance(prompt, str):
         ids = tokenizer(_whole(prompt), verbose=False)["input_ids"]
         end = tokenizer.eos_token_id
@@ -301,6 +314,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Tensor:
 
 
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    if messages and all(isinstance(message, str) for message in messages):
+        raise BadInput(
+            f"the prompt is a list of {len(messages)} texts; give one, or all to fewbits.generate_many."
+        )
     if getattr(tokenizer, "chat_template", None) is None:
         name = getattr(tokenizer, "name_or_path", "") or "this model"
         raise BadInput(

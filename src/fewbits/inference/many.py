@@ -21,6 +21,7 @@ from fewbits.inference.generate import (
     Pieces,
     Prompt,
     Sampling,
+    checked,
     encode_prompt,
     options,
     with_words,
@@ -72,10 +73,11 @@ def generate_many(
         NotFinite: the model's logits are NaN or infinite.
     """
     names = words.pop("adapter_names", None)
-    rows = encoded(tokenizer, prompts, seed_of(sampling or Sampling()), names)
+    sampling = checked(sampling)
+    rows = encoded(tokenizer, prompts, seed_of(sampling), names)
     by_row: dict[int, Generation] = {}
     how: dict[str, Any] = {"at_a_time": at_a_time, "report": report, "words": words}
-    for number, answer in answered(model, tokenizer, rows, sampling or Sampling(), **how):
+    for number, answer in answered(model, tokenizer, rows, sampling, **how):
         by_row[number] = answer
         if on_answer is not None:
             on_answer(number, answer)
