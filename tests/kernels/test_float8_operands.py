@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.kernels.codec import float8_operands as module
+from fewbits.kernels.codec import float8_operands_cuda as by_hand
 from fewbits.kernels.codec.float8_operands import (
     BlockArguments,
     amax_of,
@@ -19,9 +23,12 @@ from fewbits.kernels.codec.float8_operands import (
     record_amax,
 )
 from fewbits.kernels.codec.float8_operands_triton import launch_amax, launch_blocks, launch_one
+from fewbits.kernels.launch import nvrtc
+from tests.kernels import emulated
 from tests.kernels.test_quantize_float8 import assert_codes, operand, same
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 SHAPES = [(1, 1), (3, 7), (130, 260), (256, 128)]
 
 
@@ -161,3 +168,94 @@ def test_cuda_operands_and_the_compiler() -> None:
     for a, b in zip(torch.compile(both, fullgraph=True)(x), both(x), strict=True):
         assert same(a, b)
     assert same(both(x)[1], one_multiplier_ref(x, multiplier, E4).t())
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+def run_source(libraries: Path, call: by_hand.Call, x: Tensor) -> None:
+    """A call by the CUDA kernel's source on a CPU, or on a GPU."""
+    if x.is_cuda:
+        by_hand.launch(call, x)
+        return
+    library = emulated.build(libraries, by_hand.SOURCE, "float8_operands_emulation.cpp", call.defines)
+    library.run(ctypes.byref(call.argument), call.grid[0])
+
+
+CUDA_CASES = [
+    ((16, 8), torch.bfloat16, E4, (True, True)),
+    ((144, 264), torch.bfloat16, E5, (True, True)),
+    ((160, 136), torch.float16, E4, (True, True)),
+    ((133, 256), torch.bfloat16, E4, (True, False)),
+    ((128, 392), torch.float16, E5, (False, True)),
+]
+
+
+def check_source(libraries: Path, case: tuple, way: str, device: str) -> None:
+    (M, K), kind, dtype, wants = case
+    x = operand((M, K + 8), kind, device).contiguous()[:, :K]
+    codes = [_outputs(x, dtype, side, wants[side]) for side in (0, 1)]
+    assert by_hand.fits(x, *codes)
+    if way == "one":
+        multiplier, largest = torch.full((1,), 3.7, device=device), torch.zeros(1, device=device)
+        results = by_hand.Results(codes[0], None, codes[1], None)
+        run_source(libraries, by_hand.call_of_one(x, multiplier, results, largest), x)
+        assert same(largest, amax_ref(x))
+        need = one_multiplier_ref(x, multiplier, dtype)
+        for have, expected, wanted in zip(codes, (need, need.t()), wants, strict=True):
+            assert not wanted or same(have, expected)
+        return
+    tile = way == "tile"
+    for power_of_two in (False, True):
+        scales = []
+        for side in (0, 1):
+            outer, inner = x.shape[side], -(-x.shape[1 - side] // 128)
+            shape = (-(-outer // 128), inner) if tile else (inner, outer)
+            empty = torch.full(shape, -1.0, device=device)
+            scales.append(empty if tile else empty.t())
+        results = by_hand.Results(codes[0], scales[0], codes[1], scales[1])
+        call = by_hand.call_of_blocks(x, results, tile=tile, power_of_two=power_of_two, epsilon=0.0)
+        run_source(libraries, call, x)
+        for have, scale, matrix, wanted in zip(codes, scales, (x, x.t()), wants, strict=True):
+            need = block_multipliers_ref(
+                matrix.contiguous(), dtype, tile=tile, power_of_two=power_of_two, epsilon=0.0
+            )
+            assert not wanted or (same(have, need[0]) and same(scale, need[1]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+@pytest.mark.parametrize("way", ["values", "tile", "one"])
+def test_the_cuda_source_gives_the_definition(libraries: Path, case: tuple, way: str) -> None:
+    check_source(libraries, case, way, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+@pytest.mark.parametrize("way", ["values", "tile", "one"])
+def test_the_cuda_kernel_gives_the_definition(libraries: Path, case: tuple, way: str) -> None:
+    check_source(libraries, case, way, "cuda")
+
+
+def test_what_the_cuda_kernel_does_not_take() -> None:
+    x, rows, columns = torch.ones(16, 16).bfloat16(), torch.empty(16, 16).to(E4), torch.empty(16, 16).to(E4)
+    assert by_hand.fits(x, rows, columns)
+    assert not by_hand.fits(x.float(), rows, columns)
+    assert not by_hand.fits(x[:8], rows[:8], columns)  # 16 codes of a column at once
+    assert by_hand.fits(x[:8], rows[:8], columns[:0])
+    assert not by_hand.fits(x[:, :12], rows, columns) and not by_hand.fits(x.t()[::2], rows, columns)
+    assert not by_hand.fits(x[:0], rows, columns)
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
+def test_the_cuda_kernel_compiles() -> None:
+    x, rows = torch.ones(16, 16).bfloat16(), torch.empty(16, 16).to(E4)
+    results = by_hand.Results(rows, torch.empty(16, 1), rows, torch.empty(16, 1))
+    for capability in (89, 90):
+        for tile in (False, True):
+            call = by_hand.call_of_blocks(x, results, tile=tile, power_of_two=True, epsilon=0.0)
+            assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"
+        call = by_hand.call_of_one(x, torch.ones(1), results, torch.zeros(1))
+        assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"

@@ -14,7 +14,8 @@ amax of 0 has the multiplier 1. There is no gradient.
 
 Floor: 2 bytes a value read and 2 written: 15872 x 4096 are 260 MB, 61 us at 4.28 TB/s.
 
-The kernels are in float8_operands_triton.py.
+The kernels are in float8_operands.cu, for 16 bits and sides that 8 and 16 divide, and, for all others, in
+float8_operands_triton.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput
 from fewbits.formats.blocks import from_blocks, scale_shape, to_blocks
+from fewbits.kernels.codec import float8_operands_cuda as by_hand
 from fewbits.kernels.codec.float8_operands_triton import launch_amax, launch_blocks, launch_one
 from fewbits.kernels.codec.quantize_float8_triton import has_kernel
 from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher, run
@@ -136,7 +138,10 @@ def _one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: 
 
 @_one.register_kernel("cuda")
 def _cuda_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
-    if x.numel() and has_kernel(x):
+    if by_hand.fits(x, rows, columns) and by_hand.is_here(x.device):
+        results = by_hand.Results(rows, None, columns, None)
+        by_hand.launch(by_hand.call_of_one(x, multiplier, results, largest), x)
+    elif x.numel() and has_kernel(x):
         launch_one(x, multiplier, rows, columns, largest)
     else:
         _write_one(x, multiplier, rows, columns, largest)
@@ -175,7 +180,13 @@ def _blocks(o: BlockArguments) -> None:
 
 
 def _cuda_blocks(o: BlockArguments) -> None:
-    if o.x.numel() and has_kernel(o.x):
+    if by_hand.fits(o.x, o.rows, o.columns) and by_hand.is_here(o.x.device):
+        results = by_hand.Results(o.rows, o.row_scales, o.columns, o.column_scales)
+        call = by_hand.call_of_blocks(
+            o.x, results, tile=o.tile, power_of_two=o.power_of_two, epsilon=o.epsilon
+        )
+        by_hand.launch(call, o.x)
+    elif o.x.numel() and has_kernel(o.x):
         launch_blocks(*o)
     else:
         _write_blocks(o)
