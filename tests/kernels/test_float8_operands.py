@@ -18,11 +18,18 @@ from fewbits.kernels.codec.float8_operands import (
     amax_ref,
     block_multipliers,
     block_multipliers_ref,
+    multiplier_and_scale,
+    multiplier_of_amax,
     one_multiplier,
     one_multiplier_ref,
     record_amax,
 )
-from fewbits.kernels.codec.float8_operands_triton import launch_amax, launch_blocks, launch_one
+from fewbits.kernels.codec.float8_operands_triton import (
+    launch_amax,
+    launch_blocks,
+    launch_multiplier,
+    launch_one,
+)
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
 from tests.kernels.test_quantize_float8 import assert_codes, operand, same
@@ -47,6 +54,32 @@ def test_one_multiplier(dtype: torch.dtype) -> None:
     assert largest == max(2.0, finite.abs().max().float()) and amax_of(finite) == finite.abs().max().float()
     assert one_multiplier(x, multiplier, E4, rows=False, columns=False) == (None, None)
     assert amax_of(x[:0]) == 0
+
+
+AMAXES = (0.0, 1e-45, 1.2e-38, 1e-30, 3.7, 448.0, 449.0, 7e4, 3.4e38, float("inf"), float("nan"))
+
+
+def check_multipliers(device: str) -> None:
+    # the interpreter divides by subnormal numbers as a processor does: none is left out
+    for dtype in (E4, E5):
+        for power_of_two in (False, True):
+            for value in AMAXES:
+                for epsilon in (0.0, 1e-3):
+                    amax = torch.tensor([value], device=device)
+                    pair = torch.empty(1, device=device), torch.empty(1, device=device)
+                    launch_multiplier(amax, dtype, power_of_two, epsilon, *pair)
+                    need = multiplier_of_amax(
+                        amax, module.LARGEST[dtype], power_of_two=power_of_two, epsilon=epsilon
+                    )
+                    assert same(pair[0], need) and same(pair[1], 1.0 / need)
+                    ours = multiplier_and_scale(amax, dtype, power_of_two=power_of_two, epsilon=epsilon)
+                    assert same(ours[0], need) and same(ours[1], 1.0 / need)
+
+
+@pytest.mark.gpu
+@pytest.mark.interpret
+def test_one_multiplier_from_one_amax(kernel_device: str) -> None:
+    check_multipliers(kernel_device)
 
 
 @pytest.mark.parametrize("tile", [False, True])
@@ -79,6 +112,9 @@ def test_the_ops_are_the_definition() -> None:
     largest.zero_()
     module._amax(x, largest)
     assert largest == amax_ref(x)
+    pair = torch.empty(1), torch.empty(1)
+    module._one_scale(largest, E4, False, 0.0, *pair)
+    assert pair[0] == multiplier_of_amax(largest, 448.0, power_of_two=False) and pair[1] == 1 / pair[0]
     arguments = BlockArguments(
         x, False, True, 0.0, nothing.to(E4), nothing, torch.empty(36, 20).to(E4), torch.empty(36, 1)
     )
@@ -88,6 +124,7 @@ def test_the_ops_are_the_definition() -> None:
     tests = ("test_faketensor",)
     torch.library.opcheck(module._one, (x, multiplier, rows, columns, largest), test_utils=tests)
     torch.library.opcheck(module._amax, (x, largest), test_utils=tests)
+    torch.library.opcheck(module._one_scale, (largest, E4, False, 0.0, *pair), test_utils=tests)
     torch.library.opcheck(module._blocks, tuple(arguments), test_utils=tests)
 
 

@@ -28,7 +28,12 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.blocks import from_blocks, scale_shape, to_blocks
 from fewbits.kernels.codec import float8_operands_cuda as by_hand
-from fewbits.kernels.codec.float8_operands_triton import launch_amax, launch_blocks, launch_one
+from fewbits.kernels.codec.float8_operands_triton import (
+    launch_amax,
+    launch_blocks,
+    launch_multiplier,
+    launch_one,
+)
 from fewbits.kernels.codec.quantize_float8_triton import has_kernel
 from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher, run
 
@@ -120,6 +125,32 @@ def _cuda_amax(x: Tensor, largest: Tensor) -> None:
         launch_amax(x, largest)
     else:
         _raise_to(largest, x)
+
+
+def _write_multiplier(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float, multiplier: Tensor, scale: Tensor
+) -> None:
+    multiplier.copy_(
+        multiplier_of_amax(amax, LARGEST[dtype], power_of_two=power_of_two, epsilon=epsilon).view(1)
+    )
+    scale.copy_(1.0 / multiplier)
+
+
+@torch.library.custom_op("fewbits::float8_multiplier", mutates_args=("multiplier", "scale"))
+def _one_scale(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float, multiplier: Tensor, scale: Tensor
+) -> None:
+    _write_multiplier(amax, dtype, power_of_two, epsilon, multiplier, scale)
+
+
+@_one_scale.register_kernel("cuda")
+def _cuda_one_scale(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float, multiplier: Tensor, scale: Tensor
+) -> None:
+    if has_kernel(amax):
+        launch_multiplier(amax, dtype, power_of_two, epsilon, multiplier, scale)
+    else:
+        _write_multiplier(amax, dtype, power_of_two, epsilon, multiplier, scale)
 
 
 def _write_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
@@ -214,6 +245,26 @@ def record_amax(x: Tensor, largest: Tensor) -> None:
         _raise_to(largest, x)
     else:
         (_cuda_amax if passes_dispatcher(x) else _amax)(x, largest)
+
+
+def multiplier_and_scale(
+    amax: Tensor, dtype: torch.dtype, *, power_of_two: bool, epsilon: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`multiplier_of_amax` of one tensor's amax, and the scale: on a GPU one launch, where torch has ten.
+
+    Args:
+        amax: (1,) float32.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        power_of_two: see `multiplier_of_amax`.
+        epsilon: see there.
+
+    Returns:
+        (1,) and (1,), float32.
+    """
+    multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
+    run_op = _cuda_one_scale if passes_dispatcher(amax) else _one_scale
+    run_op(amax, dtype, power_of_two, epsilon, multiplier, scale)
+    return multiplier, scale
 
 
 def one_multiplier(

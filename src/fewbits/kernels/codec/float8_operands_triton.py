@@ -84,6 +84,17 @@ def _multiplier(bits, epsilon, overflow, LARGEST: tl.constexpr, POWER_OF_TWO: tl
 
 
 @jit
+def _multiplier_kernel(
+    amax_ptr, multiplier_ptr, scale_ptr, epsilon, overflow, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """One amax to its multiplier and its scale."""
+    bits = tl.load(amax_ptr).to(tl.int32, bitcast=True)
+    multiplier = _multiplier(bits, epsilon, overflow, LARGEST, POWER_OF_TWO)
+    tl.store(multiplier_ptr, multiplier)
+    tl.store(scale_ptr, tl.div_rn(1.0, multiplier))
+
+
+@jit
 def _block_multipliers_kernel(
     x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, M, K, stride_xm, epsilon, overflow,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
@@ -142,6 +153,17 @@ def launch_amax(x: Tensor, largest: Tensor) -> None:
         _amax_kernel[(cdiv(x.numel(), _RUN),)](
             x, largest.view(torch.int32), x.numel(), BLOCK=_RUN, num_warps=8
         )
+
+
+def launch_multiplier(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool, epsilon: float, multiplier: Tensor, scale: Tensor
+) -> None:
+    """Multiplier (1,) and scale (1,) of an amax (1,), all of float32."""
+    with on_device_of(amax):
+        _multiplier_kernel[(1,)](
+            amax, multiplier, scale, epsilon, float(torch.finfo(torch.float32).max),
+            LARGEST=int(torch.finfo(dtype).max), POWER_OF_TWO=power_of_two, num_warps=1,
+        )  # fmt: skip
 
 
 def launch_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
@@ -209,6 +231,14 @@ COMPILE_CASES = (
         {"BLOCK": _RUN},
         ("x_ptr", "count"),
         8,
+    ),
+    CompileCase(
+        _multiplier_kernel,
+        {**dict.fromkeys(("amax_ptr", "multiplier_ptr", "scale_ptr"), "*fp32"), "epsilon": "fp32"}
+        | {"overflow": "fp32", "LARGEST": "constexpr", "POWER_OF_TWO": "constexpr"},
+        {"LARGEST": 448, "POWER_OF_TWO": True},
+        (),
+        1,
     ),
     _case(_one_multiplier_kernel, _ONE, _ONE_CONSTANTS),
     _case(_one_multiplier_kernel, _ONE, _ONE_CONSTANTS, e5m2=True, LARGEST=57344),
