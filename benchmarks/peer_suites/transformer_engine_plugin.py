@@ -113,6 +113,8 @@ _KNOWN = {
     "attention_mask_func": lambda scores, mask: scores.masked_fill(mask, -10000.0),
     "gpu_autocast_ctx": lambda enabled=True: torch.autocast("cuda", enabled=enabled),
     "is_in_onnx_export_mode": lambda: False,
+    "restore_from_saved": lambda objects, saved: objects,
+    "general_gemm": lambda *args, **words: _general_gemm(*args, **words),
     "UNSAFE_PICKLE_EXTRA_STATE_ENV": "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE",
     "convert_thd_to_bshd": theirs.convert_thd_to_bshd,
     "convert_bshd_to_thd": theirs.convert_bshd_to_thd,
@@ -261,18 +263,48 @@ def _operand_of_theirs(self: Any, x: Any, *, rows: bool, columns: bool) -> Opera
     )
 
 
+class _Saved:
+    """Rows that the backward pass keeps as codes, by the names that tests read there."""
+
+    _columnwise_data = None
+
+    def __init__(self, rows: Packed) -> None:
+        self.rows, self._rowwise_data = rows, rows.codes
+
+    def dequantize(self, dtype: Any = None) -> torch.Tensor:
+        return self.rows.dequantize(dtype or self.rows.dtype)
+
+    def size(self, axis: int) -> int:
+        return self.rows.shape[axis]
+
+
+def _general_gemm(a: Any, b: Any, *, out_dtype: Any, layout: str, bias: Any = None, **words: Any) -> tuple:
+    """Their product of plain tensors, a and b as in Fortran: b (M, N) times a (N, K), or b^T times a."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or layout not in ("NN", "NT"):
+        pytest.skip("reaches into cpp_extensions.general_gemm")
+    if layout == "NN":
+        return (product.product(b, a.t(), out_dtype), None, None, None)
+    db = None if bias is None else b.sum(0, dtype=torch.float32).to(out_dtype)
+    return (product.product(a.t(), b.t(), out_dtype).t(), db, None, None)
+
+
 def _name_what_a_product_does() -> None:
     """Let the node of a product say by their names what its settings are: tests read them there."""
     ours = product._Product.forward
 
-    def forward(ctx: Any, *tensors: Any) -> Any:
-        plan = tensors[-1]
+    def forward(ctx: Any, x: Any, plans: Any, sizes: Any, *parameters: Any) -> Any:
+        plan = plans[0]
         ctx.backward_override, ctx.grad_output_quantizer = plan.override, plan.gradient
         ctx.fp8 = plan.input is not None and plan.override is None
         ctx.reduce_and_update_bwd_fp8_tensors = plan.after_backward is not None and plan.override is None
         if plan.override is not None:
             ctx.grad_output_quantizer = None  # which then is not asked
-        return ours(ctx, *tensors)
+        y = ours(ctx, x, plans, sizes, *parameters)
+        if plan.override == "dequantized":
+            kept = product._rebuild(ctx.to_save, ctx.plans)
+            kept = [_Saved(rows) if isinstance(rows, Packed) else rows for rows in kept]
+            ctx.tensor_objects = kept[::2] + kept[1::2]
+        return y
 
     product._Product.forward = staticmethod(forward)
 

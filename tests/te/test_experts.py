@@ -193,3 +193,32 @@ def test_cross_entropy() -> None:
             (a,), (b,) = (torch.autograd.grad(t.sum(), logits) for t in (ours, theirs))
             torch.testing.assert_close(a, b)
     assert te.parallel_cross_entropy(logits.bfloat16(), target).dtype == torch.float32
+
+
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+def test_grouped_products_are_one_node_of_autograd(override: str | None) -> None:
+    """Of three axes, with an empty piece, and weights of which some are frozen."""
+    chosen = Float8BlockScaling(backward_override=override)
+    layer = te.GroupedLinear(3, 32, 16, device="cpu", bias=True)
+    layer.weight1.requires_grad_(False)
+    alone = [te.Linear(32, 16, device="cpu") for _ in range(3)]
+    for i, module in enumerate(alone):
+        with torch.no_grad():
+            module.weight.copy_(getattr(layer, f"weight{i}"))
+            module.bias.copy_(getattr(layer, f"bias{i}"))
+    x, dy = torch.randn(4, 10, 32, requires_grad=True), torch.randn(4, 10, 16)
+    sizes = [24, 0, 16]
+    with te.autocast(recipe=chosen):
+        y = layer(x, sizes)
+    assert y.shape == (4, 10, 16) and type(y.grad_fn).__name__ == "_ProductBackward"
+    y.backward(dy)
+    gradient, x.grad = x.grad, None
+    with te.autocast(recipe=chosen):
+        pieces = [m(part) for m, part in zip(alone, x.view(-1, 32).split(sizes), strict=True)]
+    whole = torch.cat(pieces).view(4, 10, 16)
+    whole.backward(dy)
+    assert torch.equal(y, whole) and torch.equal(gradient, x.grad)
+    assert layer.weight1.grad is None
+    for i in (0, 2):
+        assert torch.equal(getattr(layer, f"weight{i}").grad, alone[i].weight.grad)
+        assert torch.equal(getattr(layer, f"bias{i}").grad, alone[i].bias.grad)

@@ -107,6 +107,15 @@ def test_backward_override(recipe: type, override: str) -> None:
     torch.testing.assert_close(layer.weight.grad, dy.t() @ a)
 
 
+def test_dequantized_keeps_codes() -> None:
+    """A byte a value where it kept the 16 bits that codes stand for."""
+    layer, x = te.Linear(64, 48, device="cpu", bias=False), torch.randn(32, 64, requires_grad=True)
+    with te.autocast(recipe=Float8CurrentScaling(backward_override="dequantized")):
+        y = layer(x)
+    kept = {tuple(t.shape): t.dtype for t in y.grad_fn.saved_tensors if t.numel() > 1}
+    assert kept == {(32, 64): torch.float8_e4m3fn, (48, 64): torch.float8_e4m3fn}
+
+
 def test_nvfp4_rotates_both_operands_of_the_weights_gradient() -> None:
     torch.manual_seed(3)
     x, dy = torch.randn(64, 32), torch.randn(64, 48)

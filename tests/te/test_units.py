@@ -11,6 +11,8 @@ from torch import Tensor
 import fewbits.te as te
 from fewbits.formats.base import Packed
 from fewbits.te import recipe
+from fewbits.te.layers.activations import activated
+from fewbits.te.layers.norm import normalized
 from fewbits.te.products import units
 from fewbits.te.products.product import product
 
@@ -139,3 +141,33 @@ def test_cuda_a_layer_beside_the_definition(kind: Any) -> None:
         results.append([t.detach().float().cpu() for t in (y, leaf.grad, module.weight.grad)])
     for ours, definition in zip(*results, strict=True):
         assert (ours - definition).norm() < 0.01 * definition.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_cuda_norms_are_those_in_float32(kind: str) -> None:
+    """Torch's own in bfloat16 computes in float32 and rounds once: the same bits, gradients too."""
+    x, dy = (torch.randn(15872, 512, device="cuda").bfloat16() for _ in range(2))
+    weight, bias = (torch.randn(512, device="cuda").bfloat16() for _ in range(2))
+    results = []
+    for wide in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)[: 3 if kind == "LayerNorm" else 2]]
+        ours = [leaf.float() for leaf in leaves] if wide else leaves
+        y = normalized(
+            ours[0], ours[1], ours[2] if len(ours) > 2 else None, kind=kind, eps=1e-5, zero_centered=False
+        )
+        y = y.to(x.dtype)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu", "srelu", "swiglu"])
+def test_cuda_activations_are_those_in_float32(name: str) -> None:
+    x = torch.randn(256, 512, device="cuda").bfloat16()
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    results = activated(leaves[0], name, {}), activated(leaves[1].float(), name, {}).to(x.dtype)
+    dy = torch.randn_like(results[0])
+    assert torch.equal(*results)
+    gradients = [torch.autograd.grad(y, leaf, dy)[0] for y, leaf in zip(results, leaves, strict=True)]
+    assert torch.equal(*gradients)

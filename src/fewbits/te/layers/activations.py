@@ -26,6 +26,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "srelu": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
+_ROUNDED_ONCE = {"gelu", "relu", "silu"}  # by torch itself on a GPU: it computes in float32
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": _gelu,
     "glu": torch.sigmoid,
@@ -53,7 +54,8 @@ def activated(x: Tensor, name: str, params: Mapping[str, float]) -> Tensor:
         params: "limit" (7), "alpha" (1.702) and "glu_linear_offset" (1) of "clamped_swiglu".
     """
     if name in _PLAIN:
-        return _PLAIN[name](x.float()).to(x.dtype)
+        by_torch = x.is_cuda and name in _ROUNDED_ONCE
+        return _PLAIN[name](x) if by_torch else _PLAIN[name](x.float()).to(x.dtype)
     gate, line = x.float().chunk(2, dim=-1)
     if name == "clamped_swiglu":
         limit, alpha = params.get("limit", 7.0), params.get("alpha", 1.702)

@@ -13,7 +13,7 @@ from fewbits.te.active.numerics import Numerics, current_init
 from fewbits.te.layers.linear import default_init
 from fewbits.te.layers.module import Module, refuse
 from fewbits.te.layers.primary import hold_quantized
-from fewbits.te.products.product import ProductSettings, linear
+from fewbits.te.products.product import ProductSettings, linear_of_pieces
 from fewbits.te.products.weight_gradient import Later, gradient_keeper
 from fewbits.te.support import default_device
 
@@ -110,15 +110,10 @@ class GroupedLinear(Module):
             raise BadInput(f"m_splits {sizes} does not cut {len(x)} rows into {self.num_gemms} pieces.")
         numerics = self.numerics()
         forward, backward = self.prepare(numerics, x.device)
-        pieces = [
-            linear(
-                piece,
-                *self._parameters_of(i),
-                self._plan(i, piece, numerics, forward, backward, is_first_microbatch),
-            )
-            for i, piece in enumerate(x.split(sizes))
-        ]
-        y = torch.cat(pieces).view(*inp.shape[:-1], self.out_features)
+        pieces = enumerate(x.split(sizes))
+        plans = [self._plan(i, x_i, numerics, forward, backward, is_first_microbatch) for i, x_i in pieces]
+        parameters = [self._parameters_of(i) for i in range(self.num_gemms)]
+        y = linear_of_pieces(inp.to(dtype), sizes, parameters, plans)
         biases = [getattr(self, f"bias{i}").to(dtype) for i in range(self.num_gemms)]
         return (y, biases) if self.return_bias else y
 

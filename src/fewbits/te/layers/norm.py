@@ -26,8 +26,13 @@ def normalized(
         eps: added to the variance or mean square.
         zero_centered: see ``weight``.
     """
-    scale = weight.float() + 1.0 if zero_centered else weight.float()
     shape = list(weight.shape)
+    one_dtype = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    if x.is_cuda and one_dtype and not zero_centered:  # torch's own round once there, to the same bits
+        if kind == "LayerNorm":
+            return F.layer_norm(x, shape, weight, bias, eps)
+        return F.rms_norm(x, shape, weight, eps)
+    scale = weight.float() + 1.0 if zero_centered else weight.float()
     if kind == "LayerNorm":
         return F.layer_norm(x.float(), shape, scale, None if bias is None else bias.float(), eps).to(x.dtype)
     return F.rms_norm(x.float(), shape, scale, eps).to(x.dtype)

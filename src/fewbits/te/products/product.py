@@ -8,7 +8,7 @@ On a GPU the 8-bit units multiply what they can, see `fewbits.te.products.units`
 order.
 
 With the backward override "high_precision" the backward pass multiplies dy, x and w as they are, with
-"dequantized" dy as it is by the rounded rows of x and w.
+"dequantized" dy as it is by the rounded rows of x and w, which are kept as codes.
 """
 
 from __future__ import annotations
@@ -130,13 +130,20 @@ def _rebuild(tensors: Sequence[Tensor], plans: Sequence[Any]) -> list[Any]:
     return operands
 
 
-def _kept(plan: ProductSettings, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> tuple[Any, Any]:
-    """What the backward pass multiplies by: x as (K, M) and w as (K, N)."""
+def _kept(plan: ProductSettings, x: Operand, w: Operand, x_MK: Tensor, weight: Tensor) -> list[Any]:
+    """What the backward pass keeps of x (M, K) and w (N, K): columns, or as the override says."""
     if plan.override == "high_precision":
-        return x_MK.t(), weight.t()
+        return [x_MK, weight]
     if plan.override == "dequantized":
-        return plain(x.rows, x_MK.dtype).t(), plain(w.rows, x_MK.dtype).t()
-    return x.columns, w.columns
+        return [x.rows, w.rows]
+    return [x.columns, w.columns]
+
+
+def _multiplied(plan: ProductSettings, operand: Any, dtype: torch.dtype) -> Any:
+    """What a gradient is multiplied by, of what `_kept` kept: x as (K, M), or w as (K, N)."""
+    if plan.override == "high_precision":
+        return operand.t()
+    return plain(operand, dtype).t() if plan.override == "dequantized" else operand
 
 
 def _as_matrix(x: Tensor) -> Tensor:
@@ -145,65 +152,119 @@ def _as_matrix(x: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
+    """One product, or one for each of several pieces of x's rows: a weight and a bias each."""
+
     @staticmethod
     def forward(
-        ctx: Any, whole_x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
+        ctx: Any,
+        whole_x: Tensor,
+        plans: Sequence[ProductSettings],
+        sizes: Sequence[int] | None,
+        *parameters: Tensor | None,
     ) -> Tensor:
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        wants_dx, _, _, *wants = ctx.needs_input_grad
         lead, x_MK = whole_x.shape[:-1], _as_matrix(whole_x)
-        own = plan.override is None
-        x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
-        w = plan.weight_operand
-        if w is None:
-            w = (plan.weight or _IDENTITY).operand(weight.to(x_MK.dtype), rows=True, columns=wants_dx and own)
-        assert x.rows is not None and w.rows is not None
-        y = product(x.rows, w.rows, x_MK.dtype, bias=bias, short=plan.short[0])
-        original = weight.to(x_MK.dtype) if plan.override == "high_precision" else weight
-        x_KM, w_KN = _kept(plan, x, w, x_MK, original)
-        tensors, ctx.plans = _flatten([x_KM if wants_dw else None, w_KN if wants_dx else None])
+        results, operands = [], []
+        for i, (piece, plan) in enumerate(zip(_pieces(x_MK, sizes), plans, strict=True)):
+            weight, bias = parameters[2 * i : 2 * i + 2]
+            assert weight is not None
+            y, (of_x, of_w) = _forward(piece, weight, bias, plan, (wants_dx, wants[2 * i]))
+            results.append(y)
+            operands += [of_x if wants[2 * i] else None, of_w if wants_dx else None]
+        tensors, ctx.plans = _flatten(operands)
         ctx.save_for_backward(*tensors)
-        ctx.plan, ctx.weight_dtype = plan, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*lead, y.shape[-1])
+        ctx.settings, ctx.sizes = plans, sizes
+        ctx.dtypes = [None if part is None else part.dtype for part in parameters]
+        whole = results[0] if sizes is None else torch.cat(results)
+        return whole.view(*lead, whole.shape[-1])
 
     @staticmethod
     @once_differentiable("a product with quantised operands", lambda ctx: True)
-    def backward(ctx: Any, whole_dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, whole_dy: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        lead, dy = whole_dy.shape[:-1], _as_matrix(whole_dy)
-        x_KM, w_KN = _rebuild(tensors, ctx.plans)
-        plan: ProductSettings = ctx.plan
-        wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        quantizer = None if plan.override else plan.gradient
-        g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
-        dx = None
-        if wants_dx and g.rows is not None:
-            dx = product(g.rows, w_KN, dy.dtype, short=plan.short[1])
-            dx = dx.view(*lead, dx.shape[-1])
-        dw, db = _weight_gradients(ctx, g, x_KM, dy, wants_dw, wants_db)
-        if plan.after_backward is not None:
-            plan.after_backward()
-        return dx, dw, db, None
+        lead, dy_MN = whole_dy.shape[:-1], _as_matrix(whole_dy)
+        operands = _rebuild(tensors, ctx.plans)
+        wants_dx, _, _, *wants = ctx.needs_input_grad
+        inputs: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
+        for i, (dy, plan) in enumerate(zip(_pieces(dy_MN, ctx.sizes), ctx.settings, strict=True)):
+            part = slice(2 * i, 2 * i + 2)
+            dx, dw, db = _backward(dy, operands[part], plan, (wants_dx, *wants[part]), ctx.dtypes[part])
+            inputs.append(dx)
+            gradients += [dw, db]
+        whole = None
+        if wants_dx:
+            whole = inputs[0] if ctx.sizes is None else torch.cat([dx for dx in inputs if dx is not None])
+        return None if whole is None else whole.view(*lead, whole.shape[-1]), None, None, *gradients
+
+
+def _pieces(x: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    return [x] if sizes is None else x.split(sizes)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _forward(
+    x_MK: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings, wants: tuple[bool, bool]
+) -> tuple[Tensor, list[Any]]:
+    """y (M, N), and what the backward pass keeps; ``wants``: dx, dw."""
+    wants_dx, wants_dw = wants
+    own = plan.override is None
+    x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
+    w = plan.weight_operand
+    if w is None:
+        w = (plan.weight or _IDENTITY).operand(weight.to(x_MK.dtype), rows=True, columns=wants_dx and own)
+    assert x.rows is not None and w.rows is not None
+    y = product(x.rows, w.rows, x_MK.dtype, bias=bias, short=plan.short[0])
+    original = weight.to(x_MK.dtype) if plan.override == "high_precision" else weight
+    return y, _kept(plan, x, w, x_MK, original)
+
+
+def _backward(
+    dy: Tensor,
+    operands: Sequence[Any],
+    plan: ProductSettings,
+    wants: tuple[bool, bool, bool],
+    dtypes: Sequence[torch.dtype | None],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), what was kept, and the types of weight and bias."""
+    wants_dx, wants_dw, _ = wants
+    of_x, of_w = operands
+    quantizer = None if plan.override else plan.gradient
+    g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
+    dx = None
+    if wants_dx and g.rows is not None:
+        dx = product(g.rows, _multiplied(plan, of_w, dy.dtype), dy.dtype, short=plan.short[1])
+    x_KM = _multiplied(plan, of_x, dy.dtype) if wants_dw else None
+    dw, db = _weight_gradients(plan, g, x_KM, dy, wants[1:], dtypes)
+    if plan.after_backward is not None:
+        plan.after_backward()
+    return dx, dw, db
 
 
 def _weight_gradients(
-    ctx: Any, g: Operand, x_KM: Any, dy: Tensor, wants_dw: bool, wants_db: bool
+    plan: ProductSettings,
+    g: Operand,
+    x_KM: Any,
+    dy: Tensor,
+    wants: tuple[bool, bool],
+    dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, Tensor | None]:
-    plan: ProductSettings = ctx.plan
-    weight_dtype, bias_dtype = ctx.weight_dtype, ctx.bias_dtype
+    (wants_dw, wants_db), (weight_dtype, bias_dtype) = wants, dtypes
+
+    def of_bias() -> Tensor | None:
+        return dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
 
     def compute() -> tuple[Tensor, Tensor | None]:
-        assert g.columns is not None
+        assert g.columns is not None and weight_dtype is not None
         # a gradient that is added to a float32 buffer is not rounded on the way
         kind = torch.float32 if plan.keep_weight_gradient else weight_dtype
         if isinstance(g.columns, Tensor) and isinstance(x_KM, Tensor):
             dw = product(x_KM, g.columns, kind).t()  # as torch's own linear: the same sums, bit for bit
         else:
             dw = product(g.columns, x_KM, kind, short=plan.short[2])
-        return dw, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
+        return dw, of_bias()
 
     if not wants_dw:
-        return None, dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
+        return None, of_bias()
     if plan.later is not None:
         plan.later(compute)
         return None, None
@@ -228,5 +289,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
     """
     if plan.is_plain:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    y: Tensor = _Product.apply(x, weight, bias, plan)
+    y: Tensor = _Product.apply(x, [plan], None, weight, bias)
     return y
+
+
+def linear_of_pieces(
+    x: Tensor,
+    sizes: Sequence[int],
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+    plans: Sequence[ProductSettings],
+) -> Tensor:
+    """`linear` of each piece of x's rows by its own weight and bias, as one node of autograd.
+
+    Args:
+        x: (..., K) floating point.
+        sizes: rows of each piece, of all its axes but the last.
+        parameters: weight (N, K) and bias (N,) or None of each.
+        plans: of each.
+
+    Returns:
+        (..., N) in x's dtype.
+    """
+    if all(plan.is_plain for plan in plans):
+        parts = zip(_pieces(_as_matrix(x), sizes), parameters, plans, strict=True)
+        y = torch.cat([linear(piece, *own, plan) for piece, own, plan in parts])
+        return y.view(*x.shape[:-1], y.shape[-1])
+    return _Product.apply(x, plans, sizes, *(part for own in parameters for part in own))  # type: ignore[no-any-return]

@@ -18,10 +18,16 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.float8 import Float8
-from fewbits.kernels.codec.float8_operands import amax_of, block_multipliers, one_multiplier, record_amax
+from fewbits.kernels.codec.float8_operands import (
+    amax_of,
+    block_multipliers,
+    multiplier_and_scale,
+    one_multiplier,
+    record_amax,
+)
 from fewbits.te.arithmetic.float4 import Float4, rotate
 from fewbits.te.arithmetic.microscaling import microscaled
-from fewbits.te.arithmetic.scaling import KIND, LARGEST, multiplier_of_amax
+from fewbits.te.arithmetic.scaling import KIND
 from fewbits.te.ranks.distributed import largest_of_group
 from fewbits.te.support import default_device
 from fewbits.te.tensors.operand import Operand, plain
@@ -135,15 +141,15 @@ class Quantizer:
 
 def _per_tensor(
     x_MK: Tensor,
-    multiplier: Tensor,
+    pair: tuple[Tensor, Tensor],
     dtype: torch.dtype,
     rows: bool,
     columns: bool,
     largest: Tensor | None = None,
 ) -> Operand:
+    multiplier, scales = pair
     codes = one_multiplier(x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest)
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
-    scales = (1.0 / multiplier).reshape(1)
     shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
     by_row, by_column = (
         None if c is None else Packed(format, shape, x_MK.dtype, {"codes": c, "scales": scales})
@@ -181,7 +187,8 @@ class Float8Quantizer(Quantizer):
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes under the state's scale; the amax is recorded."""
         multiplier = self.scale.detach().reshape(1)
-        return _per_tensor(x_MK, multiplier, float8_dtype(self.dtype), rows, columns, self.amax.detach())
+        pair = (multiplier, (1.0 / multiplier).reshape(1))
+        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), rows, columns, self.amax.detach())
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
@@ -216,10 +223,10 @@ class Float8CurrentScalingQuantizer(Quantizer):
         if self.with_amax_reduction:
             amax = largest_of_group(amax, self.amax_reduction_group)
         dtype = float8_dtype(self.dtype)
-        multiplier = multiplier_of_amax(
-            amax, LARGEST[dtype], power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon
+        multiplier, scale = multiplier_and_scale(
+            amax, dtype, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon
         )
-        return _per_tensor(x_MK, multiplier, dtype, rows, columns)
+        return _per_tensor(x_MK, (multiplier, scale), dtype, rows, columns)
 
 
 class Float8BlockQuantizer(Quantizer):
