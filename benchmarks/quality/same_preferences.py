@@ -7,12 +7,12 @@ Ours is `fewbits train` with `method: ...` over NF4; theirs is TRL's trainer and
 weights, with the same settings, rows and seeds. Each is opened again from its adapter, as a user would, and
 asked about held-out rows before (adapter off) and behind:
 
-* dpo, kto, orpo, simpo: how far the log-probability of the chosen answer has risen over that of the rejected
+* dpo, kto, orpo, cpo, simpo: how far the log-probability of the chosen answer has risen over that of the rejected
   one (nats a row; for orpo and simpo, which compare means, nats a token), and the share of rows where it has;
 * reward: the share of rows whose chosen answer has the higher score, and how much higher it is;
-* grpo: the mean reward of sampled answers: the share of an answer's words that have at most three letters.
+* grpo, rloo: the mean reward of sampled answers: the share of an answer's words that have at most three letters.
 
-The pairs are oasst_pref.jsonl (every fourth is held out), GRPO's prompts the first words of stories.
+The pairs are oasst_pref.jsonl (every fourth is held out), the prompts of grpo and rloo the first words of stories.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ import torch
 
 from fewbits.bench.record import Row, append, conditions
 
-METHODS = ("dpo", "kto", "orpo", "simpo", "reward", "grpo")
+METHODS = ("dpo", "kto", "orpo", "cpo", "simpo", "reward", "grpo", "rloo")
+REWARDED = ("grpo", "rloo")
 ARMS = {"fewbits": "nf4_dq", "trl_peft": "float32"}
 LENGTH, RANK, BATCH, ANSWER = 192, 16, 8, 24
-RATES = {"dpo": 1e-3, "kto": 1e-3, "orpo": 1e-3, "simpo": 1e-3, "reward": 1e-3, "grpo": 2e-3}
+RATES = {**dict.fromkeys(METHODS, 1e-3), "grpo": 2e-3, "rloo": 2e-3}
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def short_words(completions: list[str], **columns: Any) -> list[float]:
-    """GRPO's reward: the share of an answer's words that have at most three letters."""
+    """The reward of grpo and rloo: the share of an answer's words that have at most three letters."""
     words = [text.split() for text in completions]
     return [sum(len(w.strip(".,!?\"'")) <= 3 for w in some) / max(len(some), 1) for some in words]
 
 
 def rows_of(data: Path, method: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows to train on, and those held out, in the columns of the method."""
-    if method == "grpo":
+    if method in REWARDED:
         stories = (data / "text" / "tinystories_val.txt").read_text(encoding="utf-8").split("\n\n")
         rows: list[dict[str, Any]] = [
             {"prompt": " ".join(story.split()[:8])} for story in stories if len(story.split()) > 20
@@ -74,7 +75,7 @@ def ours(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Path
     from fewbits import TrainConfig, train
 
     more: dict[str, Any] = {}
-    if method == "grpo":
+    if method in REWARDED:
         more = {"rewards": ["same_preferences:short_words"], "num_generations": 4}
         more["max_completion_length"] = ANSWER
     config = TrainConfig.from_mapping(
@@ -116,9 +117,9 @@ def theirs(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Pa
         "learning_rate": RATES[method], "seed": seed, "lr_scheduler_type": "linear", "weight_decay": 0.0,
         "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False,
         "gradient_checkpointing": False, "logging_steps": args.steps,
-        "remove_unused_columns": method not in ("orpo", "simpo", "grpo"),
+        "remove_unused_columns": method not in ("orpo", "cpo", "simpo", *REWARDED),
     }  # fmt: skip
-    if method == "grpo":
+    if method in REWARDED:
         settings |= {"num_generations": 4, "max_completion_length": ANSWER}
     else:
         settings["max_length"] = LENGTH
@@ -127,7 +128,7 @@ def theirs(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Pa
     trainer = trainer_class(
         model=model, args=config_class(**settings), processing_class=tokenizer, peft_config=lora,
         train_dataset=load_dataset("json", data_files=str(rows), split="train"),
-        **({"reward_funcs": [short_words]} if method == "grpo" else {}),
+        **({"reward_funcs": [short_words]} if method in REWARDED else {}),
     )  # fmt: skip
     trainer.train()
     trainer.model.save_pretrained(str(out / "final"), selected_adapters=["default"])
@@ -198,7 +199,7 @@ def measured(
 ) -> dict[str, float]:
     """The metrics of one adapter on held-out rows; each is to rise (or, a share, to exceed a half)."""
     adapted, tokenizer = opened(method, arm, adapter, model)
-    if method == "grpo":
+    if method in REWARDED:
         with adapted.disable_adapter():
             before = mean_reward(adapted, tokenizer, rows)
         return {"gain of mean reward": mean_reward(adapted, tokenizer, rows) - before}

@@ -85,7 +85,7 @@ def test_what_is_left_open_is_asked(run, tmp_path, rows, monkeypatch):
         ),
         (["--model", "m", "--train-data", "{odd}"], "name your columns with fields"),
         (["--model", "m", "--train-data", "{rows}", "--recipe", "nf44"], "no recipe named 'nf44'"),
-        (["--model", "m", "--train-data", "{rows}", "--rewards", "a:b"], "rewards are for method grpo"),
+        (["--model", "m", "--train-data", "{rows}", "--rewards", "a:b"], "rewards are for methods grpo and rloo"),
     ],
 )
 def test_bad_answers_write_nothing(run, tmp_path, rows, argv, message):

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from fewbits.errors import BadInput, StoppedBySignal, Unsupported
 from fewbits.models.fast import FastLanguageModel
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import REWARDED, TrainConfig
 from fewbits.training.run import train
 from fewbits.training.setup.callbacks import read_metrics
 
@@ -24,7 +24,7 @@ PAIR = {"prompt": "Question", "chosen": "Yes, it is so.", "rejected": "No."}
 
 
 def longer(completions, **columns):
-    """A reward for GRPO: the length of a completion, where the row's own column came with it."""
+    """A reward for GRPO and RLOO: the length of a completion, where the row's own column came with it."""
     assert len(columns["weight"]) == len(completions)
     return [float(len(str(c))) for c in completions]
 
@@ -32,7 +32,7 @@ def longer(completions, **columns):
 def rows_for(method: str) -> list[dict]:
     if method == "kto":
         return [{"prompt": f"Q{i}", "completion": "Yes" * (i + 1), "label": i % 2 == 0} for i in range(8)]
-    if method == "grpo":
+    if method in REWARDED:
         return [{"prompt": f"Once {i}", "weight": i} for i in range(8)]
     return [{**PAIR, "prompt": f"Question {i}"} for i in range(8)]
 
@@ -55,14 +55,14 @@ def config_of(tmp_path, shared):
             "learning_rate": 1e-2,
             "device": "cpu",
         }
-        if method == "grpo":
+        if method in REWARDED:
             values |= {"rewards": [f"{__name__}:longer"], "num_generations": 2, "max_completion_length": 6}
         return TrainConfig.from_mapping(values | changes)
 
     return make
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "grpo"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "cpo", "simpo", "grpo", "rloo"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_method_trains_an_adapter(config_of, method):
     config = config_of(method)
@@ -77,7 +77,7 @@ def test_a_method_trains_an_adapter(config_of, method):
     assert any("reward" in name for name in lines[0])
     weights = load_file(result.final / "adapter_model.safetensors")
     moved = [name for name, w in weights.items() if "lora_B" in name and w.abs().max() > 0]
-    assert moved or method == "grpo"  # whose two completions may be of one length
+    assert moved or method in REWARDED  # whose two completions may be of one length
     model, tokenizer = FastLanguageModel.from_pretrained(result.final)
     assert tokenizer.chat_template is None and model.peft_config
 
@@ -128,7 +128,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(config_of, tmp_path, monkeypa
         train(config_of("kto", output_dir=config.output_dir), resume=True)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "simpo", "reward"])
+@pytest.mark.parametrize("method", ["dpo", "kto", "orpo", "cpo", "simpo", "reward"])
 @pytest.mark.filterwarnings("ignore")
 def test_rows_that_are_too_long_are_counted_and_a_run_without_others_refused(config_of, method):
     long = "a very long question that leaves no room " * 3
@@ -157,8 +157,9 @@ def test_rows_that_are_too_long_are_counted_and_a_run_without_others_refused(con
         ("dpo", {"optimizer": "adamw_8bit"}, Unsupported, "has no adamw_8bit"),
         ("dpo", {"memory_budget": "offload"}, Unsupported, "keeps or recomputes"),
         ("dpo", {"recipe": "int4_qat"}, Unsupported, "QAT"),
-        ("dpo", {"rewards": ["a:b"]}, BadInput, "rewards are for method grpo"),
-        ("grpo", {"rewards": []}, BadInput, "needs reward functions"),
+        ("dpo", {"rewards": ["a:b"]}, BadInput, "rewards are for methods grpo and rloo"),
+        ("grpo", {"rewards": []}, BadInput, "method grpo needs reward functions"),
+        ("rloo", {"rewards": []}, BadInput, "method rloo needs reward functions"),
         ("grpo", {"rewards": ["length"]}, BadInput, "write module:function"),
         ("grpo", {"rewards": ["no_such_module:f"]}, BadInput, "cannot be imported"),
         ("grpo", {"num_generations": 3}, BadInput, "divide them"),

@@ -16,7 +16,7 @@ from rich.prompt import Prompt
 from fewbits.cli.console import console
 from fewbits.errors import BadInput
 from fewbits.recipes import CATALOG, get_recipe
-from fewbits.training.config import METHODS, TrainConfig, help_of
+from fewbits.training.config import METHODS, REWARDED, TrainConfig, help_of
 from fewbits.training.config_values import coerce
 
 # What people change next, written as comments with the value that holds without them.
@@ -61,10 +61,15 @@ def init(args: Namespace) -> int:
     answers = _answers(told, ask=_asker(args))
     if args.rewards is not None:
         answers["rewards"] = list(coerce("rewards", args.rewards, "tuple[str, ...]"))
-    if answers["method"] == "grpo" and "rewards" not in answers:
-        raise BadInput("method grpo needs reward functions; name them, as in --rewards my_rewards:length.")
-    if answers["method"] != "grpo" and "rewards" in answers:
-        raise BadInput(f"rewards are for method grpo, and the method is {answers['method']}; leave them out.")
+    method = answers["method"]
+    if method in REWARDED and "rewards" not in answers:
+        raise BadInput(
+            f"method {method} needs reward functions; name them, as in --rewards my_rewards:length."
+        )
+    if method not in REWARDED and "rewards" in answers:
+        raise BadInput(
+            f"rewards are for methods grpo and rloo, and the method is {method}; leave them out."
+        )
     settings = {key: coerce(key, value, _type_of(key)) for key, value in answers.items()}
     config = TrainConfig.from_mapping(settings)
     get_recipe(config.recipe or "")  # one that nobody knows is refused now, and not by the run

@@ -25,7 +25,8 @@ from fewbits.training.other_words import unknown_key
 from fewbits.yaml_text import mapping_in, parse_yaml
 
 FORMATS = ("auto", "text", "completion", "instruction", "chat")
-METHODS = ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward")
+METHODS = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "grpo", "rloo", "reward")
+REWARDED = ("grpo", "rloo")  # the model writes answers to prompts, and functions reward them
 REPORTERS = ("tensorboard", "wandb", "trackio", "mlflow")
 LONG_ROWS = ("truncate", "drop", "refuse")
 OPTIMIZERS = {  # by the host's names; adamw_8bit and muon are made by `optimizer_class`

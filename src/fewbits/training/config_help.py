@@ -106,16 +106,16 @@ HELP = {
     # method
     "method": (
         "what is trained for, and the columns it needs: sft (text, prompt and completion, or chats); dpo,"
-        " orpo, simpo, reward (prompt, chosen, rejected); kto (prompt, completion, label); grpo (prompt,"
-        " and functions in rewards)"
+        " orpo, cpo, simpo, reward (prompt, chosen, rejected); kto (prompt, completion, label); grpo and rloo"
+        " (prompt, and functions in rewards)"
     ),
     "beta": (
-        "beta of the preference methods, as TRL defines it for each: in dpo, kto and grpo, how strongly"
+        "beta of the preference methods, as TRL defines it for each: in dpo, kto, grpo and rloo, how strongly"
         " the model is held to what it was at the start; none: TRL's default"
     ),
-    "rewards": "grpo only: functions that score completions, as module:function",
-    "num_generations": "grpo only: completions per prompt; must divide the rows of a step; none: 8",
-    "max_completion_length": "grpo only: tokens of a completion; none: half of max_seq_length, at most 256",
+    "rewards": "grpo and rloo only: functions that score completions, as module:function",
+    "num_generations": "grpo and rloo only: completions per prompt; must divide the rows of a step; none: 8",
+    "max_completion_length": "grpo and rloo only: tokens of a completion; none: half of max_seq_length, at most 256",
     # several GPUs
     "parallel": (
         "how the processes share the model. ddp: each holds all of it; fsdp: each holds a share of the"

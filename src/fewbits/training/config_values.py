@@ -120,7 +120,7 @@ def _check_words_of_sft(config: Any) -> None:
     for name in ("beta", "rewards", "num_generations", "max_completion_length"):
         value = getattr(config, name)
         if config.method == "sft" and value not in (None, ()):
-            whose = "the preference methods" if name == "beta" else "method grpo"
+            whose = "the preference methods" if name == "beta" else "methods grpo and rloo"
             raise BadInput(
                 f"{name} is {shown(value)}, which is of {whose}, and this run has method sft; set method."
             )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fewbits.errors import BadInput
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import REWARDED, TrainConfig
 from fewbits.training.data.chat import normalize_messages, refuse_pictures
 from fewbits.training.data.rows import BadRows
 from fewbits.training.data.sources import Source, read_source, sources_of
@@ -16,10 +16,12 @@ _PAIRS = ("prompt", "chosen", "rejected")
 NEEDED = {
     "dpo": _PAIRS,
     "orpo": _PAIRS,
+    "cpo": _PAIRS,
     "simpo": _PAIRS,
     "reward": ("chosen", "rejected"),
     "kto": ("prompt", "completion", "label"),
     "grpo": ("prompt",),
+    "rloo": ("prompt",),
 }
 _OPTIONAL = {"reward": ("prompt",)}
 _ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "completion": "assistant"}
@@ -28,7 +30,7 @@ _ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant", "com
 def preference_rows(
     config: TrainConfig, data: Any, splits: tuple[str, ...] = ("train",)
 ) -> list[dict[str, Any]]:
-    """The rows of all places, as often as their weights say, with the method's columns; of grpo all.
+    """The rows of all places, as often as their weights say, with the method's columns; of grpo and rloo all.
 
     Raises:
         BadInput: a column is missing, or holds something else than a text, a list of messages, or a label.
@@ -88,7 +90,7 @@ def _row(config: TrainConfig, values: dict[str, Any]) -> dict[str, Any]:
     kinds = {isinstance(value, list) for role, value in named.items() if role != "label"}
     if len(kinds) > 1:
         raise BadInput("some of the row's parts are texts and some lists of messages; write all the same way")
-    if config.method == "grpo":
+    if config.method in REWARDED:
         columns = {config.fields.get("prompt", "prompt")}
         return {**{k: v for k, v in values.items() if k not in columns}, **named}
     return named

@@ -13,7 +13,7 @@ from typing import Any
 from fewbits.errors import BadInput
 from fewbits.training.checkpoints.folders import Progress, checkpoints, step_of
 from fewbits.training.checkpoints.manifest import FILE as MANIFEST
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import REWARDED, TrainConfig
 from fewbits.training.preferences.rows import preference_rows
 from fewbits.training.preferences.trainers import (
     check_method,
@@ -141,9 +141,9 @@ class PreferenceRun(Stages):
             eval_dataset=self.eval,
             processing_class=self.built.tokenizer,
             callbacks=[*of_leader, WholeCheckpoints(progress, self.stop, self.ranks)],
-            **({"reward_funcs": self.rewards} if config.method == "grpo" else {}),
+            **({"reward_funcs": self.rewards} if config.method in REWARDED else {}),
         )
-        left_out = "" if config.method == "grpo" else rows_left_out(trainer, self.train_data, self.length)
+        left_out = "" if config.method in REWARDED else rows_left_out(trainer, self.train_data, self.length)
         if left_out:
             self.tell(left_out)
             self.folder.write(rows_left_out=left_out)
@@ -185,8 +185,8 @@ class PreferenceRun(Stages):
         )
 
     def sequences(self) -> int:
-        """Rows of an epoch; of grpo each prompt stands there once for each of its completions."""
-        each = (self.config.num_generations or 8) if self.config.method == "grpo" else 1
+        """Rows of an epoch; of grpo and rloo each prompt stands there once for each of its completions."""
+        each = (self.config.num_generations or 8) if self.config.method in REWARDED else 1
         return max(len(self.train_data) * each, sequences_per_step(self.config))
 
     def _checkpoints(self) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
-from fewbits.training.config import TrainConfig
+from fewbits.training.config import REWARDED, TrainConfig
 from fewbits.training.data.step_sampler import passes_of
 from fewbits.training.setup.model_and_trainer import (
     Built,
@@ -30,8 +30,10 @@ _HOMES = {
     "dpo": ("trl", "DPO"),
     "kto": ("trl", "KTO"),
     "grpo": ("trl", "GRPO"),
+    "rloo": ("trl", "RLOO"),
     "reward": ("trl", "Reward"),
     "orpo": ("trl.experimental.orpo", "ORPO"),
+    "cpo": ("trl.experimental.cpo", "CPO"),
     "simpo": ("trl.experimental.cpo", "CPO"),
 }
 _REFUSED = {  # key: (the value that means nothing, the way out)
@@ -89,11 +91,11 @@ def check_method(config: TrainConfig, processes: int) -> None:
         )
     if method == "reward" and lora is None:
         raise Unsupported("method reward trains adapters and the score alone; leave lora_r out.")
-    if (method == "grpo") != bool(config.rewards):
+    if (method in REWARDED) != bool(config.rewards):
         raise BadInput(
-            "method grpo needs reward functions; name them, as in rewards: my_rewards:length."
-            if method == "grpo"
-            else f"rewards are for method grpo, and this run has method {method}; leave them out."
+            f"method {method} needs reward functions; name them, as in rewards: my_rewards:length."
+            if method in REWARDED
+            else f"rewards are for methods grpo and rloo, and this run has method {method}; leave them out."
         )
 
 
@@ -106,7 +108,7 @@ def _check_rows_of_a_step(config: TrainConfig, processes: int) -> None:
             if processes > 1
             else "method kto compares rows of a batch; set batch_size to at least 2."
         )
-    if config.method == "grpo":
+    if config.method in REWARDED:
         step, each = sequences_per_step(config), config.num_generations or 8
         if each < 2 or step % each:
             raise BadInput(
@@ -155,7 +157,7 @@ def method_arguments(config: TrainConfig, length: int) -> dict[str, Any]:
     """The arguments of TRL's trainer beside the host's."""
     recomputes = config.memory_budget == "recompute" or (config.memory_budget == "auto" and uses_gpu(config))
     more: dict[str, Any] = {
-        "remove_unused_columns": config.method != "grpo",
+        "remove_unused_columns": config.method not in REWARDED,
         "gradient_checkpointing": recomputes,
         "eval_on_start": False,
         "save_total_limit": config.keep_checkpoints,
@@ -163,14 +165,14 @@ def method_arguments(config: TrainConfig, length: int) -> dict[str, Any]:
     }
     if config.beta is not None and config.method != "reward":
         more["beta"] = config.beta
-    if config.method == "grpo":
+    if config.method in REWARDED:
         more["num_generations"] = config.num_generations or 8
         more["max_completion_length"] = config.max_completion_length or min(256, max(1, length // 2))
     else:
         more["max_length"] = length
     if config.method == "simpo":
         more |= {"loss_type": "simpo", "cpo_alpha": 0.0}
-    if config.method in ("orpo", "simpo"):
+    if config.method in ("orpo", "cpo", "simpo"):
         more["remove_unused_columns"] = False  # as their collators ask
     return more
 
