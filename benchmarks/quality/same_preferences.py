@@ -7,12 +7,15 @@ Ours is `fewbits train` with `method: ...` over NF4; theirs is TRL's trainer and
 weights, with the same settings, rows and seeds. Each is opened again from its adapter, as a user would, and
 asked about held-out rows before (adapter off) and behind:
 
-* dpo, kto, orpo, cpo, simpo: how far the log-probability of the chosen answer has risen over that of the rejected
-  one (nats a row; for orpo and simpo, which compare means, nats a token), and the share of rows where it has;
+* dpo, kto, orpo, cpo, simpo: how far the log-probability of the chosen answer has risen over that of the
+  rejected one (nats a row; for orpo and simpo, which compare means, nats a token), and the share of rows where
+  it has;
 * reward: the share of rows whose chosen answer has the higher score, and how much higher it is;
-* grpo, rloo: the mean reward of sampled answers: the share of an answer's words that have at most three letters.
+* grpo, rloo: the mean reward of sampled answers: the share of an answer's words that have at most three
+  letters.
 
-The pairs are oasst_pref.jsonl (every fourth is held out), the prompts of grpo and rloo the first words of stories.
+The pairs are oasst_pref.jsonl (every fourth is held out), the prompts of grpo and rloo the first words of
+stories. TRL has no trainer for process rewards (PRM) any more.
 """
 
 from __future__ import annotations

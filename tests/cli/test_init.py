@@ -10,7 +10,7 @@ import pytest
 from fewbits.cli import init, listings
 from fewbits.formats import E4M3, STOCHASTIC
 from fewbits.recipes import CATALOG, Recipe, Rule, qlora_nf4
-from fewbits.training.config import METHODS, TrainConfig
+from fewbits.training.config import METHODS, REWARDED, TrainConfig
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d", "label": True}
 
@@ -25,7 +25,7 @@ def rows(tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_what_flags_say_is_written_and_read_back(run, tmp_path, rows, method):
     path = tmp_path / "c.yaml"
-    rewards = ["--rewards", "my_rewards:length"] if method == "grpo" else []
+    rewards = ["--rewards", "my_rewards:length"] if method in REWARDED else []
     shown = run(
         "init", path, "--model", "models/m", "--train-data", rows, "--method", method,
         "--recipe", "lora_bf16", "--output-dir", tmp_path / "out put", "--yes", *rewards,
@@ -85,7 +85,10 @@ def test_what_is_left_open_is_asked(run, tmp_path, rows, monkeypatch):
         ),
         (["--model", "m", "--train-data", "{odd}"], "name your columns with fields"),
         (["--model", "m", "--train-data", "{rows}", "--recipe", "nf44"], "no recipe named 'nf44'"),
-        (["--model", "m", "--train-data", "{rows}", "--rewards", "a:b"], "rewards are for methods grpo and rloo"),
+        (
+            ["--model", "m", "--train-data", "{rows}", "--rewards", "a:b"],
+            "rewards are for methods grpo and rloo",
+        ),
     ],
 )
 def test_bad_answers_write_nothing(run, tmp_path, rows, argv, message):

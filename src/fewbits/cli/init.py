@@ -67,9 +67,7 @@ def init(args: Namespace) -> int:
             f"method {method} needs reward functions; name them, as in --rewards my_rewards:length."
         )
     if method not in REWARDED and "rewards" in answers:
-        raise BadInput(
-            f"rewards are for methods grpo and rloo, and the method is {method}; leave them out."
-        )
+        raise BadInput(f"rewards are for methods grpo and rloo, and the method is {method}; leave them out.")
     settings = {key: coerce(key, value, _type_of(key)) for key, value in answers.items()}
     config = TrainConfig.from_mapping(settings)
     get_recipe(config.recipe or "")  # one that nobody knows is refused now, and not by the run

@@ -21,14 +21,18 @@ def _init(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", metavar="PATH", help="folder or hub name of the base model")
     sub.add_argument("--train-data", metavar="FILE", help="training data: a file, or a name on the Hub")
     sub.add_argument(
-        "--method", metavar="NAME", help="sft, dpo, kto, orpo, cpo, simpo, grpo, rloo or reward (default: sft)"
+        "--method",
+        metavar="NAME",
+        help="sft, dpo, kto, orpo, cpo, simpo, grpo, rloo, reward (default: sft)",
     )
     sub.add_argument(
         "--recipe", metavar="RECIPE", help="number formats; fewbits recipes lists them (default: qlora_nf4)"
     )
     sub.add_argument("--output-dir", metavar="DIR", help="the run folder (default: runs/mine)")
     sub.add_argument(
-        "--rewards", metavar="A:B", help="with --method grpo or rloo: functions that score, as module:function"
+        "--rewards",
+        metavar="A:B",
+        help="for --method grpo, rloo: functions that score, as module:function",
     )
     sub.add_argument("--yes", action="store_true", help="ask nothing; take the defaults")
     sub.add_argument("--overwrite", action="store_true", help="replace the file")

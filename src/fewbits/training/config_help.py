@@ -115,7 +115,9 @@ HELP = {
     ),
     "rewards": "grpo and rloo only: functions that score completions, as module:function",
     "num_generations": "grpo and rloo only: completions per prompt; must divide the rows of a step; none: 8",
-    "max_completion_length": "grpo and rloo only: tokens of a completion; none: half of max_seq_length, at most 256",
+    "max_completion_length": (
+        "grpo and rloo only: tokens of a completion; none: half of max_seq_length, at most 256"
+    ),
     # several GPUs
     "parallel": (
         "how the processes share the model. ddp: each holds all of it; fsdp: each holds a share of the"
