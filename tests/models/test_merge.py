@@ -9,7 +9,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fewbits import FastLanguageModel, convert_qat
@@ -382,6 +382,30 @@ def test_a_record_goes_with_the_files_that_it_names(tmp_path):
     assert not (tmp_path / "out" / "merge.json").exists()
     with pytest.raises(BadInput, match="exists and is not empty"):
         model.save_pretrained_merged(tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("method", ["merged_16bit", "merged_4bit", "lora"])
+def test_what_others_saved_over_a_merge_is_theirs(method, tmp_path):
+    """transformers and PEFT know nothing of the record that they leave beside the weights of another model."""
+    model, tokenizer = trained(tmp_path / "base")
+    other = load(tmp_path / "base")
+    other.lm_head.weight.data.add_(1)
+    place = tmp_path / "out"
+    for size in ("50KB", "1GB"):  # the earlier call's weights in several files, and in one
+        model.save_pretrained_merged(place, tokenizer, save_method=method, max_shard_size=size)
+        model.save_pretrained_merged(place, tokenizer, save_method=method, max_shard_size=size)  # a rerun
+        if method == "lora":
+            weights = load_file(place / "adapter_model.safetensors")
+            save_file({name: w + 1 for name, w in weights.items()}, place / "adapter_model.safetensors")
+        else:
+            other.save_pretrained(place)
+        before = {p.name: p.read_bytes() for p in place.iterdir()}
+        assert "merge.json" in before
+        with pytest.raises(BadInput, match=r"model\.safetensors is not what the earlier call wrote"):
+            model.save_pretrained_merged(place, tokenizer, save_method=method)
+        assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+        model.save_pretrained_merged(place, tokenizer, save_method=method, overwrite=True)
+        shutil.rmtree(place)
 
 
 def test_what_is_refused(tmp_path):
