@@ -8,8 +8,8 @@ weights, with the same settings, rows and seeds. Each is opened again from its a
 asked about held-out rows before (adapter off) and behind:
 
 * dpo, kto, orpo, cpo, simpo: how far the log-probability of the chosen answer has risen over that of the
-  rejected one (nats a row; for orpo and simpo, which compare means, nats a token), and the share of rows where
-  it has;
+  rejected one (nats a row; for orpo and simpo, which compare means, nats a token), and the share of rows
+  where it has;
 * reward: the share of rows whose chosen answer has the higher score, and how much higher it is;
 * grpo, rloo: the mean reward of sampled answers: the share of an answer's words that have at most three
   letters.

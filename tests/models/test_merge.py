@@ -386,7 +386,7 @@ def test_a_record_goes_with_the_files_that_it_names(tmp_path):
 
 @pytest.mark.parametrize("method", ["merged_16bit", "merged_4bit", "lora"])
 def test_what_others_saved_over_a_merge_is_theirs(method, tmp_path):
-    """transformers and PEFT know nothing of the record that they leave beside the weights of another model."""
+    """transformers and PEFT know nothing of the record, and leave it beside another model's weights."""
     model, tokenizer = trained(tmp_path / "base")
     other = load(tmp_path / "base")
     other.lm_head.weight.data.add_(1)
