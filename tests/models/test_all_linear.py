@@ -43,6 +43,15 @@ def test_it_means_routed_experts_where_an_expert_is_linears_as_in_peft(kind):
     assert ("means the routed experts too" in told) == (kind not in NOT_LINEARS)
 
 
+def test_one_configuration_serves_several_models():
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    before = config.to_dict()
+    for kind in ("mixtral", "gpt_oss", "qwen2_moe", "mixtral"):
+        model = fewbits.get_peft_model(mixture(kind), config)
+        assert adapted(model) == adapted(fewbits.get_peft_model(mixture(kind), r=4))
+    assert config.to_dict() == before
+
+
 def test_names_of_the_attention_leave_experts_out_and_nothing_is_said():
     model = mixture("mixtral")
     model = fewbits.get_peft_model(model, r=4, target_modules=["q_proj", "v_proj"])

@@ -7,6 +7,7 @@ function is called.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import warnings
@@ -66,7 +67,8 @@ def get_peft_model(
 
     Args:
         model: a model, converted or not; a PeftModel gets one more adapter.
-        lora: a `LoRA` (such as ``recipe.lora``), a ``peft.LoraConfig``, or None: the defaults of `LoRA`.
+        lora: a `LoRA` (such as ``recipe.lora``), a ``peft.LoraConfig``, which stays as it is, or None: the
+            defaults of `LoRA`.
         adapter_name: the adapter's name.
         seed: of the first values, which then depend on it and on the parameters' names alone
             (`fewbits.nn.first_values`), on one process as on many; torch's own generator is left alone. None:
@@ -83,8 +85,10 @@ def get_peft_model(
     """
     import peft
 
+    if isinstance(lora, peft.LoraConfig):  # it is completed for this model, and may be used for another
+        lora = copy.deepcopy(lora)
     named = getattr(lora, "target_modules", getattr(lora, "targets", LoRA().targets))
-    targets = settings.get("target_modules", named)  # PEFT's configuration is completed in place
+    targets = settings.get("target_modules", named)
     from_error = take_request(lora, settings)
     config, spec = lora_config(model, lora, **settings), _spec_or_none(model)
     told = told_of_all_linear(model, spec, config.target_parameters) if targets == "all-linear" else None
