@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 from fewbits.cli import describe
-from fewbits.errors import StoppedBySignal
+from fewbits.errors import SpecMismatch, StoppedBySignal
+from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.training.checkpoints.folders import load_weights, save_weights
 from fewbits.training.config import TrainConfig, prolongs
 from fewbits.training.ranks.processes import Ranks
 from fewbits.training.run_folder.lock import RunLock
 from fewbits.training.setup.signals import StopRequest
+from tests.models.mixtures import mixture
 
 LORA = {"load_in_4bit": False, "lora_r": 4, "lora_dropout": 0.2, "gradient_accumulation": 2, "batch_size": 3}
 FULL = {"load_in_4bit": False, "lora_r": 0, "packing": True, "max_seq_length": 64, "batch_size": 2}
@@ -266,3 +270,22 @@ def test_a_folder_in_use_is_left_alone(whole, killer, tiny_folder, tiny_data, tm
     assert [x for x in after if x[0] not in ours] == [x for x in before if x[0] not in ours]
     assert killer.run(config)["status"] == 0
     assert_same(remains(tmp_path / "run"), want)
+
+
+def test_a_checkpoint_of_other_layers_says_which_and_how_to_go_on(tmp_path):
+    """As of runs on Mixtral that began when all-linear left its experts out."""
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    saved = get_peft_model(mixture("mixtral"), r=4, target_modules=attention, seed=1)
+    save_weights(saved, tmp_path)
+    with pytest.raises(SpecMismatch, match="all-linear has come to mean the routed experts") as error:
+        load_weights(get_peft_model(mixture("mixtral"), r=4), tmp_path)
+    advice = re.search(r"set lora_targets: \[(.*?)\] in the config.yaml", str(error.value))
+    again = get_peft_model(mixture("mixtral"), r=4, target_modules=advice[1].split(", "), seed=2)
+    load_weights(again, tmp_path)
+    before = saved.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in again.state_dict().items())
+    with pytest.raises(SpecMismatch, match=r"adapters on k_proj.* and the model on q_proj; set") as error:
+        load_weights(get_peft_model(mixture("mixtral"), r=4, target_modules=["q_proj"]), tmp_path)
+    assert "all-linear" not in str(error.value)
+    with pytest.raises(SpecMismatch, match="written for another model or other adapters"):
+        load_weights(get_peft_model(mixture("mixtral"), r=8, target_modules=attention), tmp_path)

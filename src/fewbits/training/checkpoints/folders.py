@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -241,15 +241,41 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     odd = sorted(target.keys() ^ stored.keys())
     odd = odd or sorted(key for key in target if target[key].shape != stored[key].shape)
     if odd:
-        raise SpecMismatch(
-            f"{folder} was written for another model or other adapters ({odd[0]} does not fit); resume with"
-            " the configuration it was started with."
-        )
+        raise SpecMismatch(misfit(folder, odd[0], target, stored))
     with torch.no_grad():
         for key, tensor in target.items():
             tensor.copy_(stored[key])
     if (folder / SCALES_FILE).is_file():
         load_scales(model, load_file(str(folder / SCALES_FILE)))
+
+
+def misfit(folder: Path, odd: str, target: Iterable[str], stored: Iterable[str]) -> str:
+    """Why a checkpoint is not of a model, in a sentence: where each has adapters, if that is not the same.
+
+    Args:
+        folder: the checkpoint.
+        odd: the name of a weight that does not fit.
+        target: names of the model's weights.
+        stored: names of the checkpoint's.
+    """
+    now, then = _adapted(target), _adapted(stored)
+    if not then or now == then:
+        return (
+            f"{folder} was written for another model or other adapters ({odd} does not fit); resume with the"
+            " configuration it was started with."
+        )
+    why = ": all-linear has come to mean the routed experts, too" if now - then == {"experts"} else ""
+    return (
+        f"{folder} has adapters on {', '.join(sorted(then))}, and the model on {', '.join(sorted(now))}{why};"
+        f" set lora_targets: [{', '.join(sorted(then))}] in the config.yaml of the run, and resume with that"
+        " file."
+    )
+
+
+def _adapted(names: Iterable[str]) -> set[str]:
+    """The last names of the layers that have LoRA adapters; experts may have several in one."""
+    layers = (name.partition(".lora_A.")[0] for name in names if ".lora_A." in name)
+    return {layer.replace(".base_layer", "").rpartition(".")[2] for layer in layers}
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:

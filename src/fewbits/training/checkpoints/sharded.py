@@ -39,7 +39,7 @@ from fewbits.errors import BadCheckpoint, SpecMismatch
 from fewbits.kernels.optimizer.adamw import dequantize_moment, quantize_moment
 from fewbits.kernels.optimizer.adamw_triton import BLOCK
 from fewbits.models.folders.checkpoint import INDEX, WEIGHTS
-from fewbits.training.checkpoints.folders import staged
+from fewbits.training.checkpoints.folders import misfit, staged
 from fewbits.training.checkpoints.manifest import Writers, fault_of, has_manifest
 from fewbits.training.checkpoints.whole_views import gathered, pieces_of, places_of, slice_like, whole_views
 from fewbits.training.optimizer import AdamW8bit
@@ -244,10 +244,7 @@ def _check(folder: Path, state: Mapping[str, Tensor], sizes: Mapping[str, Any]) 
     odd = sorted(stored ^ state.keys())
     odd = odd or sorted(key for key in state if tuple(sizes[key].size) != tuple(state[key].shape))
     if odd:
-        raise SpecMismatch(
-            f"{folder} was written for another model or other adapters ({odd[0].removeprefix('model.')} does"
-            " not fit); resume with the configuration it was started with."
-        )
+        raise SpecMismatch(misfit(folder, odd[0].removeprefix("model."), state, stored))
 
 
 def _empty_optimizer_state(folder: Path, model: nn.Module, sizes: Mapping[str, Any]) -> dict[str, Tensor]:

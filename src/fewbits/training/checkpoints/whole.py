@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fewbits.decoder.fuse import load_scales
 from fewbits.errors import BadCheckpoint, SpecMismatch
-from fewbits.training.checkpoints.folders import MODEL_FILE, SCALES_FILE, TRAINABLE_FILE
+from fewbits.training.checkpoints.folders import MODEL_FILE, SCALES_FILE, TRAINABLE_FILE, misfit
 from fewbits.training.checkpoints.sharded import fill_optimizer, tensors_of, whole_slices
 from fewbits.training.checkpoints.whole_views import places_of, slice_like
 from fewbits.training.ranks.fsdp import local, reshard
@@ -60,10 +60,7 @@ def _check(folder: Path, file: Any, target: Mapping[str, Tensor]) -> None:
     odd = sorted(target.keys() ^ set(file.keys()))
     odd = odd or sorted(n for n, t in target.items() if file.get_slice(n).get_shape() != list(t.shape))
     if odd:
-        raise SpecMismatch(
-            f"{folder} was written for another model or other adapters ({odd[0]} does not fit); resume with"
-            " the configuration it was started with."
-        )
+        raise SpecMismatch(misfit(folder, odd[0], target, file.keys()))
 
 
 @dataclass(frozen=True)
