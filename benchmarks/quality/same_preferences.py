@@ -85,7 +85,7 @@ def ours(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Path
         {
             "model": str(args.model), "train_data": str(rows), "output_dir": str(out), "method": method,
             "recipe": "qlora_nf4", "lora_r": RANK, "lora_alpha": RANK, "lora_targets": TARGETS,
-            "max_steps": args.steps, "batch_size": BATCH, "learning_rate": RATES[method], "seed": seed,
+            "max_steps": args.steps, "batch_size": BATCH, "learning_rate": args.rate or RATES[method], "seed": seed,
             "scheduler": "linear", "warmup": 0.0, "max_seq_length": LENGTH, "device": "cpu",
             "report": False, "save_steps": args.steps, **more,
         }
@@ -117,7 +117,7 @@ def theirs(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Pa
     )  # fmt: skip
     settings: dict[str, Any] = {
         "output_dir": str(out), "max_steps": args.steps, "per_device_train_batch_size": BATCH,
-        "learning_rate": RATES[method], "seed": seed, "lr_scheduler_type": "linear", "weight_decay": 0.0,
+        "learning_rate": args.rate or RATES[method], "seed": seed, "lr_scheduler_type": "linear", "weight_decay": 0.0,
         "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False,
         "gradient_checkpointing": False, "logging_steps": args.steps,
         "remove_unused_columns": method not in ("orpo", "cpo", "simpo", *REWARDED),
@@ -232,6 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rate", type=float, help="the learning rate of all methods, in place of RATES")
     parser.add_argument("--record", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     sys.path.insert(0, str(Path(__file__).parent))  # where the reward is found by its name
@@ -261,7 +262,8 @@ def main(argv: list[str] | None = None) -> None:
         if args.record:
             told = conditions(
                 torch.device("cpu"),
-                command=f"python benchmarks/quality/same_preferences.py --steps {args.steps}",
+                command=f"python benchmarks/quality/same_preferences.py --steps {args.steps}"
+                + (f" --rate {args.rate:g}" if args.rate else ""),
                 packages=("transformers", "trl", "peft"),
             )
             append(args.record, found, told)
