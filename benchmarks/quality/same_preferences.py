@@ -85,7 +85,8 @@ def ours(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Path
         {
             "model": str(args.model), "train_data": str(rows), "output_dir": str(out), "method": method,
             "recipe": "qlora_nf4", "lora_r": RANK, "lora_alpha": RANK, "lora_targets": TARGETS,
-            "max_steps": args.steps, "batch_size": BATCH, "learning_rate": args.rate or RATES[method], "seed": seed,
+            "max_steps": args.steps, "batch_size": BATCH, "seed": seed,
+            "learning_rate": args.rate or RATES[method],
             "scheduler": "linear", "warmup": 0.0, "max_seq_length": LENGTH, "device": "cpu",
             "report": False, "save_steps": args.steps, **more,
         }
@@ -117,7 +118,8 @@ def theirs(method: str, rows: Path, seed: int, args: argparse.Namespace, out: Pa
     )  # fmt: skip
     settings: dict[str, Any] = {
         "output_dir": str(out), "max_steps": args.steps, "per_device_train_batch_size": BATCH,
-        "learning_rate": args.rate or RATES[method], "seed": seed, "lr_scheduler_type": "linear", "weight_decay": 0.0,
+        "learning_rate": args.rate or RATES[method], "seed": seed, "lr_scheduler_type": "linear",
+        "weight_decay": 0.0,
         "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False,
         "gradient_checkpointing": False, "logging_steps": args.steps,
         "remove_unused_columns": method not in ("orpo", "cpo", "simpo", *REWARDED),
