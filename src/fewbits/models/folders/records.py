@@ -1,7 +1,7 @@
 """What a call leaves word of in a folder that it wrote: by whom, and which files, so that a rerun knows them.
 
 A record is a JSON object, ``merge.json`` or ``export.json``, with ``"written_by": "fewbits"``, ``"files"``,
-the paths below the folder, and ``"weights"``, by which the bytes of weights are known again: who saves
+the paths below the folder, and ``"weights"``, by which the bytes of safetensors are known again: who saves
 another model there leaves the record as it was, and a rerun must not take that model for its own. What else
 a record tells is its writer's.
 """
@@ -21,7 +21,7 @@ from fewbits.errors import BadInput
 logger = logging.getLogger("fewbits")
 RECORDS = ("merge.json", "export.json")
 _WRITER = "fewbits"
-_WEIGHTS = (".safetensors", ".bin", ".gguf")
+_WEIGHTS = (".safetensors", ".bin")
 _SAMPLES, _SAMPLE_BYTES = 64, 16384
 # What transformers and PEFT open in a folder, whatever else lies there; and what makes it one of a model.
 _OPENED = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -86,7 +86,7 @@ def write_record(folder: Path, mark: str, told: Mapping[str, Any], *, earlier: I
     new = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
     files = sorted({mark, *earlier, *new})
     weights = {name: _known_by(folder / name) for name in files if _is_weights(folder / name)}
-    record = {**told, "written_by": _WRITER, "files": files, "weights": weights}
+    record = {**told, "written_by": _WRITER, "files": files, **({"weights": weights} if weights else {})}
     (folder / mark).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
