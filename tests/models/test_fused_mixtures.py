@@ -64,6 +64,19 @@ def test_every_weight_of_a_plain_mixture_trains_the_same() -> None:
     assert any(name.endswith("mlp.gate.weight") for name in plain[1]) and not fusion_of(model).fallbacks
 
 
+def test_the_norm_before_experts_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module's own operations are not called, and its weight's gradient is that of the module."""
+    model, ids = adapted("qwen3_moe", None, lora=None), tokens(2, 20)
+    plain = loss_and_gradients(model, ids)
+    fuse(model)
+    before, called = [layer.layer.post_attention_layernorm for layer in fused_layers(model)], []
+    real = type(before[0]).forward
+    monkeypatch.setattr(type(before[0]), "forward", lambda self, x: called.append(self) or real(self, x))
+    assert_same(loss_and_gradients(model, ids), plain)
+    assert any(name.endswith("post_attention_layernorm.weight") for name in plain[1])
+    assert len(before) == 2 and not any(norm is module for norm in before for module in called)
+
+
 @pytest.mark.parametrize("keep", KEEPS, ids=str)
 def test_what_is_kept_changes_nothing(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = adapted("mixtral"), tokens(2, 20)
@@ -172,6 +185,12 @@ def test_hooks_and_changes_below_the_experts_count() -> None:
     handle = block.register_forward_hook(lambda module, args, y: 0 * y)
     changed = loss_and_gradients(model, ids)
     assert not torch.allclose(changed[0], before[0]) and not fusion_of(model).fallbacks
+    handle.remove()
+    assert_same(loss_and_gradients(model, ids), before, rtol=1e-7)
+    norm = fused_layers(model)[0].layer.post_attention_layernorm  # computed by the node but for hooks
+    handle = norm.register_forward_hook(lambda module, args, y: 2 * y)
+    doubled = loss_and_gradients(model, ids)
+    assert not torch.allclose(doubled[0], before[0]) and not fusion_of(model).fallbacks
     handle.remove()
     assert_same(loss_and_gradients(model, ids), before, rtol=1e-7)
     handle = fused_layers(model)[0].layer.self_attn.register_forward_hook(lambda *args: None)

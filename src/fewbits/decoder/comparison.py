@@ -145,7 +145,7 @@ def compare_layer(layer: nn.Module, spec: ModelSpec, keep: Keep, rotary_width: i
         # and the gradient goes to the node.
         assert expected.middle is not None
         notes.into_mlp = expected.middle.detach() + (notes.middle - notes.middle.detach())
-        return parts.own_mlp.run(notes.into_mlp, keep, None)
+        return parts.own_mlp.run(notes.into_mlp, None, keep, None)  # its norm has been compared
 
     _use_definition(layer)
     x = x * _size_of_halves(own, x)

@@ -21,10 +21,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from fewbits.decoder.both_halves import Norm, backward_norm
 from fewbits.decoder.keep import Keep
 from fewbits.families.shapes import field_of
 from fewbits.families.spec import MLP, ModelSpec
 from fewbits.host.spec import find
+from fewbits.kernels.decoder.rmsnorm import rmsnorm, rmsnorm_rows
+from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.kernels.launch.matrix import rows_of
 from fewbits.nn.experts import QuantizedExperts
 
 
@@ -125,21 +129,58 @@ class OwnMLP:
         for experts in self._packed:
             experts.kept.clear()
 
-    def run(self, y: Tensor, keep: Keep, stash: Any) -> Tensor:
-        """y and what the half adds to it, (B, S, H) both; inputs kept on the host are in ``stash``."""
-        if keep.mlp or not torch.is_grad_enabled():
-            return y + self._added(y)
+    def run(self, y: Tensor, norm: Norm | None, keep: Keep, stash: Any) -> Tensor:
+        """y and what the half adds to it, (B, S, H) both; inputs kept on the host are in ``stash``.
+
+        ``norm`` is what the module ``before`` computes; None: the module is called.
+        """
+        if not torch.is_grad_enabled():
+            return y + self._added(self._normed(y, norm))
+        if keep.mlp:
+            if norm is None:
+                return y + self._added(self._normed(y, None))
+            beside, normed = _NormBeside.apply(y, norm.weight, norm)  # type: ignore[no-untyped-call]
+            return beside + self._added(normed)  # type: ignore[no-any-return]
         with on_host(stash) if keep.offload else contextlib.nullcontext():
-            added: Tensor = checkpoint(self._added, y, use_reentrant=False)
+            added: Tensor = checkpoint(lambda x: self._added(self._normed(x, norm)), y, use_reentrant=False)
         return y + added
 
-    def _added(self, y: Tensor) -> Tensor:
+    def _normed(self, y: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            module: Any = self.layer.get_submodule(str(self.before))
+            return module(y)  # type: ignore[no-any-return]
+        return rmsnorm(y, norm.weight, norm.eps, offset=norm.offset)
+
+    def _added(self, normed: Tensor) -> Tensor:
         modules: Any = self.layer._modules
-        z = modules[self.mlp[0]](self.layer.get_submodule(str(self.before))(y))
+        z = modules[self.mlp[0]](normed)
         z = z[0] if isinstance(z, tuple) else z  # with the routers' logits, in transformers 4's way
         z = z if self.after is None else self.layer.get_submodule(self.after)(z)
         result: Tensor = z if self.factor == 1.0 else z * self.factor
         return result
+
+
+class _NormBeside(torch.autograd.Function):
+    """y (B, S, H) as it is, and its norm: one pass gives the gradient of both together."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        normed = rmsnorm_rows(rows_of(y), weight, norm.eps, offset=norm.offset)
+        assert normed.y is not None
+        ctx.norm = norm.eps, norm.offset
+        ctx.save_for_backward(y, weight, normed.r)
+        return y.view_as(y), normed.y.view(y.shape)
+
+    @staticmethod
+    @once_differentiable("the norm before the experts")
+    def backward(ctx: Any, beside: Tensor, dnormed: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, r = ctx.saved_tensors
+        needs_dy, needs_dw, _norm = ctx.needs_input_grad
+        eps, offset = ctx.norm
+        dn, round_it = rows_of(dnormed.contiguous()), rows_of(beside.to(y.dtype).contiguous())
+        norm = Norm(weight, eps, offset)
+        dy, dw = backward_norm(dn, rows_of(y), norm, r, residual=round_it, needs_dw=needs_dw)
+        return dy.view(y.shape) if needs_dy else None, dw, None
 
 
 @contextlib.contextmanager

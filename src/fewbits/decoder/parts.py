@@ -88,7 +88,7 @@ class LayerParts:
         attention = self.attention(x, rotary, mask, kwargs, keep, stash)
         if self.own_mlp is not None:
             write_adapters((attention.qkv, attention.o), _products_dtype(x))
-            return self.own_mlp.run(fused_attention(x, attention), keep, stash)
+            return self.own_mlp.run(fused_attention(x, attention), self._before_own_mlp(), keep, stash)
         mlp = self.mlp(x, keep, stash, delayed)
         write_adapters((attention.qkv, attention.o, mlp.gate_up, mlp.down), _products_dtype(x))
         return fused_mlp(fused_attention(x, attention), mlp)
@@ -180,7 +180,8 @@ class LayerParts:
     def norm_paths(self) -> tuple[str, ...]:
         """Paths of the norms that nodes compute."""
         called = () if self.own_mlp is None else self.own_mlp.called
-        return tuple(path for path in self.spec.norms if path not in called)
+        before = self.spec.norm.before_mlp
+        return tuple(path for path in self.spec.norms if path == before or path not in called)
 
     def norm(self, path: str) -> Norm:
         """One of the layer's norms; raises `NotFused` if it is not what it was."""
@@ -213,6 +214,13 @@ class LayerParts:
         if path is None:
             raise NotFused("one of its halves has no norm before it")
         return self.norm(path)
+
+    def _before_own_mlp(self) -> Norm | None:
+        """The norm before an MLP of the layer's own; None where the module has to be called."""
+        try:
+            return self._optional(self.spec.norm.before_mlp)
+        except NotFused:  # it has hooks, or is another module now
+            return None
 
     def _optional(self, path: str | None) -> Norm | None:
         return None if path is None else self.norm(path)
