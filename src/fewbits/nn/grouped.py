@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fewbits.kernels.product.expert_order import expert_order
+
 _ALIGNED_BYTES = 16  # what torch's grouped_mm asks of the distance between rows
 
 
@@ -42,13 +44,7 @@ class Table:
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int) -> Table:
         """The table of the experts chosen for each row, (T, k) of whole numbers below ``num_experts``."""
-        short = torch.int16 if num_experts < 2**15 else torch.int64  # a GPU sorts bit by bit
-        experts, order = chosen.reshape(-1).to(short).sort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, _count(order))
-        numbers = torch.arange(num_experts, device=chosen.device, dtype=short)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-        rows = order // max(1, chosen.shape[-1])
-        return cls(rows, experts.long(), order, inverse.view(chosen.shape), ends)
+        return cls(*expert_order(chosen, num_experts))
 
     @classmethod
     def one_by_one(cls, chosen: Tensor) -> Table:
