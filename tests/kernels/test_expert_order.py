@@ -40,14 +40,21 @@ def test_the_definition_is_the_formula() -> None:
 
 @pytest.mark.parametrize(
     ("T", "k", "E", "skewed"),
-    [(1, 1, 1, False), (70, 8, 128, False), (90, 6, 200, True), (300, 2, 3, True), (129, 4, 64, False)],
+    [
+        (1, 1, 1, False),
+        (70, 8, 128, False),
+        (90, 6, 200, True),
+        (300, 2, 3, True),
+        (129, 4, 64, False),
+        (4500, 1, 2, True),
+    ],
 )
 @pytest.mark.gpu
 @pytest.mark.interpret
 def test_kernels_equal_the_definition(
     T: int, k: int, E: int, skewed: bool, kernel_device: str, poisoned_memory: None
 ) -> None:
-    """Several blocks, one that is not full, experts without tokens, more experts than are looked at at once."""
+    """Several blocks, one that is not full, experts without tokens, more experts than one look takes."""
     o = choices(T, k, E, skewed=skewed, device=kernel_device)
     for dtype in (torch.int64, torch.int32):
         one, into = o._replace(chosen=o.chosen.to(dtype)), empty_order(o)
