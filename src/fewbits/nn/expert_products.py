@@ -25,8 +25,8 @@ decoded weight, where the weight can be decoded with room (`Weights.with_room`),
     W x + B (s A x)  =  [ W | B ] [ x ; s A x ]          one product, forward
     [ W | B ]^T dy   =  [ W^T dy ; B^T dy ]              one product, backward; the second part goes to A
 
-and what A then gives back, A^T (s B^T dy), is added where the pairs are summed or weighted anyway
-(`fewbits.kernels.product.pair_sums`, `pair_gradients`). Gradients of A and B are sums of outer products over
+and what A then gives back, A^T (s B^T dy), is added to the first part in place
+(`fewbits.kernels.product.pair_low_rank`). Gradients of A and B are sums of outer products over
 each expert's pairs (`pair_outer`).
 
 With both operands in E4M3 (`Weights.float8`; rows under a scale each, a weight under one) a kernel finds the
@@ -46,10 +46,13 @@ from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.kernels.product.expert_matrices import turn_matrices
 from fewbits.kernels.product.grouped_float8 import MAX_RANK as MAX_FLOAT8_RANK
 from fewbits.kernels.product.grouped_float8 import grouped_float8
 from fewbits.kernels.product.pair_gradients import pair_gradients
 from fewbits.kernels.product.pair_inputs import MAX_RANK, pair_inner, pair_inputs
+from fewbits.kernels.product.pair_low_rank import MAX_RANK as MAX_LOW_RANK
+from fewbits.kernels.product.pair_low_rank import add_low_rank_pairs
 from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn.grouped import Table, grouped
@@ -142,13 +145,13 @@ class _Into(torch.autograd.Function):
         branch, dx = Branch(a, b, scaling), None
         if needs_dx:
             through = _backward(dy, None, x.shape[1], weights, branch, table.ends)
-            dx, dinner = pair_sums(through.dx, table.inverse, extra=through.by_branch), through.dinner
+            dx, dinner = pair_sums(through.dx, table.inverse), through.dinner
         else:
             dinner = _through_b(dy, branch, table.ends)
         da = db = None
         if dinner is not None and (needs_da or needs_db):
             da = pair_outer(dinner, x, table.ends, rows=table.rows).to(a.dtype)
-            db = pair_outer(inner, dy, table.ends).transpose(1, 2).to(b.dtype)
+            db = _as_peft_has_it(pair_outer(inner, dy, table.ends), b.dtype)
         return dx, da, db, None
 
 
@@ -179,12 +182,12 @@ class _OutOf(torch.autograd.Function):
         # dy of each pair's row, not weighted yet
         through = _backward(dy, table.rows, z.shape[1], weights, Branch(a, b, scaling), table.ends)
         weight = routing.reshape(-1)[table.order]
-        dz, dweight = pair_gradients(z, through.dx, weight, extra=through.by_branch)
+        dz, dweight = pair_gradients(z, through.dx, weight)
         da = db = dbias = drouting = None
         if through.dinner is not None and (needs_da or needs_db):
             da = pair_outer(through.dinner, z, table.ends, weights=weight).to(a.dtype)
             db = pair_outer(inner, dy, table.ends, rows=table.rows, weights=weight)
-            db = db.transpose(1, 2).to(b.dtype)
+            db = _as_peft_has_it(db, b.dtype)
         if needs_drouting:
             if bias is not None:
                 dweight = dweight + (dy[table.rows] * bias.to(dy.dtype)[table.experts]).sum(1)
@@ -195,6 +198,14 @@ class _OutOf(torch.autograd.Function):
         return dz if needs_dz else None, drouting, dbias, da, db, None
 
 
+def _as_peft_has_it(db: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient (E, r, outputs) of B as (E, outputs, r), in memory as PEFT's matrix (outputs, r E) lies.
+
+    So the views that lead back to that matrix copy nothing.
+    """
+    return turn_matrices(db.permute(2, 1, 0), dtype=dtype).permute(2, 0, 1)
+
+
 def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     """``[W | B]`` (E, outputs, K + r and some zeros), for inputs of K values; None without either."""
     if branch.a is None or branch.b is None:
@@ -203,7 +214,7 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     room = -(-r // _ALIGNED) * _ALIGNED
     beside = None if room > MAX_RANK else weights.with_room(room)
     if beside is not None:
-        beside[:, :, K : K + r].copy_(branch.b)
+        turn_matrices(branch.b, out=beside[:, :, K : K + r])
         if beside.shape[2] > K + r:
             beside[:, :, K + r :].zero_()
     return beside
@@ -220,7 +231,7 @@ def _forward(
         inner, b = None, None
         if branch.a is not None and branch.b is not None:
             inner = pair_inner(x, branch.a, ends, rows=rows, scaling=branch.scaling)
-            b = branch.b.to(x.dtype, memory_format=torch.contiguous_format)
+            b = turn_matrices(branch.b, dtype=x.dtype)
         return _float8_product(x, rows, weights.float8(False), (inner, b), ends), inner
     beside = _with_branch(weights, branch, x.shape[1])
     if beside is not None:
@@ -240,13 +251,11 @@ class _Through(NamedTuple):
     """What comes back through an expert's matrix and its branch.
 
     Attributes:
-        dx: (P, inputs), through the matrix.
-        by_branch: (P, inputs), to be added; None without a branch.
+        dx: (P, inputs), through the matrix and the branch.
         dinner: (P, r), ``s B^T dy``.
     """
 
     dx: Tensor
-    by_branch: Tensor | None
     dinner: Tensor | None
 
 
@@ -260,10 +269,10 @@ def _backward(
     if weights.float8 is not None:
         dinner, a = None, None
         if branch.a is not None and branch.b is not None:
-            b = branch.b.transpose(1, 2).to(dy.dtype, memory_format=torch.contiguous_format)
+            b = turn_matrices(branch.b.transpose(1, 2), dtype=dy.dtype)
             dinner = pair_inner(dy, b, ends, rows=rows, scaling=branch.scaling)
             a = branch.a.to(dy.dtype).transpose(1, 2)
-        return _Through(_float8_product(dy, rows, weights.float8(True), (dinner, a), ends), None, dinner)
+        return _Through(_float8_product(dy, rows, weights.float8(True), (dinner, a), ends), dinner)
     dy = dy if rows is None else dy[rows]
     beside = _with_branch(weights, branch, K)
     if beside is None:
@@ -273,8 +282,10 @@ def _backward(
         both = grouped(dy, beside.transpose(1, 2), ends)
         dx, dinner = both[:, :K], both[:, K : K + branch.b.shape[2]] * branch.scaling
     if dinner is None or branch.a is None:
-        return _Through(dx, None, dinner)
-    return _Through(dx, grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends), dinner)
+        return _Through(dx, dinner)
+    if branch.a.shape[1] <= MAX_LOW_RANK:
+        return _Through(add_low_rank_pairs(dx, dinner, branch.a, ends), dinner)
+    return _Through(dx.add_(grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends)), dinner)
 
 
 def _float8_product(
