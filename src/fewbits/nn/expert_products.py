@@ -65,6 +65,9 @@ def _no_room(columns: int) -> None:
     return None
 
 
+Float8Rows = tuple[Tensor, Tensor] | None  # rows in E4M3 and their scales, where they are made already
+
+
 class Weights(NamedTuple):
     """Where a product's matrices come from, in the products' dtype.
 
@@ -132,7 +135,7 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, a: Tensor | None, b: Tensor | None, call: _Call) -> Tensor:
         scaling, table, weights = ctx.call = call
-        y, inner = _forward(x, table.rows, weights, Branch(a, b, scaling), table.ends)
+        y, inner = pair_products(x, table.rows, weights, Branch(a, b, scaling), table.ends)
         ctx.save_for_backward(x, a, b, inner)
         return y
 
@@ -144,14 +147,14 @@ class _Into(torch.autograd.Function):
         needs_dx, needs_da, needs_db, _call = ctx.needs_input_grad
         branch, dx = Branch(a, b, scaling), None
         if needs_dx:
-            through = _backward(dy, None, x.shape[1], weights, branch, table.ends)
+            through = pair_products_backward(dy, None, x.shape[1], weights, branch, table.ends)
             dx, dinner = pair_sums(through.dx, table.inverse), through.dinner
         else:
-            dinner = _through_b(dy, branch, table.ends)
+            dinner = through_b(dy, branch, table.ends)
         da = db = None
         if dinner is not None and (needs_da or needs_db):
             da = pair_outer(dinner, x, table.ends, rows=table.rows).to(a.dtype)
-            db = _as_peft_has_it(pair_outer(inner, dy, table.ends), b.dtype)
+            db = as_peft_has_it(pair_outer(inner, dy, table.ends), b.dtype)
         return dx, da, db, None
 
 
@@ -167,7 +170,7 @@ class _OutOf(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         scaling, table, weights = ctx.call = call
-        pairs, inner = _forward(z, None, weights, Branch(a, b, scaling), table.ends)
+        pairs, inner = pair_products(z, None, weights, Branch(a, b, scaling), table.ends)
         if bias is not None:
             pairs += bias.to(pairs.dtype)[table.experts]
         ctx.save_for_backward(z, routing, bias, a, b, inner)
@@ -180,14 +183,16 @@ class _OutOf(torch.autograd.Function):
         scaling, table, weights = ctx.call
         needs_dz, needs_drouting, needs_dbias, needs_da, needs_db, _call = ctx.needs_input_grad
         # dy of each pair's row, not weighted yet
-        through = _backward(dy, table.rows, z.shape[1], weights, Branch(a, b, scaling), table.ends)
+        through = pair_products_backward(
+            dy, table.rows, z.shape[1], weights, Branch(a, b, scaling), table.ends
+        )
         weight = routing.reshape(-1)[table.order]
         dz, dweight = pair_gradients(z, through.dx, weight)
         da = db = dbias = drouting = None
         if through.dinner is not None and (needs_da or needs_db):
             da = pair_outer(through.dinner, z, table.ends, weights=weight).to(a.dtype)
             db = pair_outer(inner, dy, table.ends, rows=table.rows, weights=weight)
-            db = _as_peft_has_it(db, b.dtype)
+            db = as_peft_has_it(db, b.dtype)
         if needs_drouting:
             if bias is not None:
                 dweight = dweight + (dy[table.rows] * bias.to(dy.dtype)[table.experts]).sum(1)
@@ -198,7 +203,7 @@ class _OutOf(torch.autograd.Function):
         return dz if needs_dz else None, drouting, dbias, da, db, None
 
 
-def _as_peft_has_it(db: Tensor, dtype: torch.dtype) -> Tensor:
+def as_peft_has_it(db: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient (E, r, outputs) of B as (E, outputs, r), in memory as PEFT's matrix (outputs, r E) lies.
 
     So the views that lead back to that matrix copy nothing.
@@ -220,19 +225,24 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     return beside
 
 
-def _forward(
-    x: Tensor, rows: Tensor | None, weights: Weights, branch: Branch, ends: Tensor
+def pair_products(
+    x: Tensor,
+    rows: Tensor | None,
+    weights: Weights,
+    branch: Branch,
+    ends: Tensor,
+    float8: Float8Rows = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Products and branch of pairs: (P, outputs), and ``s A x`` (P, r).
 
-    x is (P, K), or (T, K) with ``rows`` (P,), the row of each pair.
+    x is (P, K), or (T, K) with ``rows`` (P,), the row of each pair; ``float8`` what its producer made of it.
     """
     if weights.float8 is not None:
         inner, b = None, None
         if branch.a is not None and branch.b is not None:
             inner = pair_inner(x, branch.a, ends, rows=rows, scaling=branch.scaling)
             b = turn_matrices(branch.b, dtype=x.dtype)
-        return _float8_product(x, rows, weights.float8(False), (inner, b), ends), inner
+        return _float8_product(x, rows, weights.float8(False), (inner, b), ends, float8), inner
     beside = _with_branch(weights, branch, x.shape[1])
     if beside is not None:
         assert branch.a is not None
@@ -247,7 +257,7 @@ def _forward(
     return y.add_(grouped(inner, branch.b.to(x.dtype), ends)), inner
 
 
-class _Through(NamedTuple):
+class Through(NamedTuple):
     """What comes back through an expert's matrix and its branch.
 
     Attributes:
@@ -259,12 +269,19 @@ class _Through(NamedTuple):
     dinner: Tensor | None
 
 
-def _backward(
-    dy: Tensor, rows: Tensor | None, K: int, weights: Weights, branch: Branch, ends: Tensor
-) -> _Through:
+def pair_products_backward(
+    dy: Tensor,
+    rows: Tensor | None,
+    K: int,
+    weights: Weights,
+    branch: Branch,
+    ends: Tensor,
+    float8: Float8Rows = None,
+) -> Through:
     """``W^T dy`` and ``s A^T B^T dy`` for K inputs.
 
-    dy is (P, outputs), or (T, outputs) with ``rows`` (P,), the row of each pair.
+    dy is (P, outputs), or (T, outputs) with ``rows`` (P,), the row of each pair; ``float8`` what its producer
+    made of it.
     """
     if weights.float8 is not None:
         dinner, a = None, None
@@ -272,20 +289,21 @@ def _backward(
             b = turn_matrices(branch.b.transpose(1, 2), dtype=dy.dtype)
             dinner = pair_inner(dy, b, ends, rows=rows, scaling=branch.scaling)
             a = branch.a.to(dy.dtype).transpose(1, 2)
-        return _Through(_float8_product(dy, rows, weights.float8(True), (dinner, a), ends), dinner)
+        dx = _float8_product(dy, rows, weights.float8(True), (dinner, a), ends, float8)
+        return Through(dx, dinner)
     dy = dy if rows is None else dy[rows]
     beside = _with_branch(weights, branch, K)
     if beside is None:
-        dx, dinner = grouped(dy, weights.whole().transpose(1, 2), ends), _through_b(dy, branch, ends)
+        dx, dinner = grouped(dy, weights.whole().transpose(1, 2), ends), through_b(dy, branch, ends)
     else:
         assert branch.b is not None
         both = grouped(dy, beside.transpose(1, 2), ends)
         dx, dinner = both[:, :K], both[:, K : K + branch.b.shape[2]] * branch.scaling
     if dinner is None or branch.a is None:
-        return _Through(dx, dinner)
+        return Through(dx, dinner)
     if branch.a.shape[1] <= MAX_LOW_RANK:
-        return _Through(add_low_rank_pairs(dx, dinner, branch.a, ends), dinner)
-    return _Through(dx.add_(grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends)), dinner)
+        return Through(add_low_rank_pairs(dx, dinner, branch.a, ends), dinner)
+    return Through(dx.add_(grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends)), dinner)
 
 
 def _float8_product(
@@ -294,12 +312,13 @@ def _float8_product(
     weight: tuple[Tensor, Tensor],
     branch: tuple[Tensor | None, Tensor | None],
     ends: Tensor,
+    float8: Float8Rows = None,
 ) -> Tensor:
     """Pairs' products (P, outputs) in E4M3, plus a branch t (P, r) and b (E, outputs, r), if it has one.
 
     x is (P, inputs), or (T, inputs) with ``rows`` (P,); the weight is (E, outputs, inputs) and its scale.
     """
-    q, scale = quantize_rows(x)
+    q, scale = float8 or quantize_rows(x)
     t, b = branch
     if t is None or b is None:
         return grouped_float8(q, scale, *weight, ends, rows=rows, dtype=x.dtype)
@@ -309,11 +328,22 @@ def _float8_product(
     return grouped_float8(q, scale, *weight, ends, rows=rows, branch=(t, b), dtype=x.dtype)
 
 
-def _through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:
+def through_b(dy: Tensor, branch: Branch, ends: Tensor) -> Tensor | None:
     """``s B^T dy``: (P, outputs) to (P, r)."""
     if branch.b is None:
         return None
     return grouped(dy, branch.b.to(dy.dtype).transpose(1, 2), ends).mul_(branch.scaling)
 
 
-__all__ = ["NO_BRANCH", "Branch", "Weights", "into_experts", "out_of_experts"]
+__all__ = [
+    "NO_BRANCH",
+    "Branch",
+    "Through",
+    "Weights",
+    "as_peft_has_it",
+    "into_experts",
+    "out_of_experts",
+    "pair_products",
+    "pair_products_backward",
+    "through_b",
+]

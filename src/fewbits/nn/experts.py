@@ -35,6 +35,7 @@ from fewbits.kernels.product.matmul_float8 import float8_weight, weight_scale
 from fewbits.kernels.product.matmul_packed import PLAIN, product_dtype
 from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
+from fewbits.nn.gated_experts import gated_experts
 from fewbits.nn.grouped import Table
 from fewbits.nn.lasting import lasting_tensors
 from fewbits.nn.tensor_state import TensorState, state_of
@@ -182,6 +183,11 @@ class QuantizedExperts(nn.Module):
         first, last = self._first, "down_proj"
         with torch.autocast(hidden_states.device.type, enabled=False):
             x = hidden_states.to(dtype)
+            if self._is_one_node:
+                of_first = self._weights(first, dtype, hit), self._branch(first, hit)
+                of_last = self._weights(last, dtype, hit), self._branch(last, hit)
+                out = gated_experts(x, top_k_weights, table, of_first, of_last)
+                return out.to(hidden_states.dtype)
             y = into_experts(x, table, self._weights(first, dtype, hit), self._branch(first, hit))
             bias = self._bias(first, hit)
             if bias is not None:
@@ -215,11 +221,18 @@ class QuantizedExperts(nn.Module):
         count: int = next(iter(self.shapes.values()))[0]
         return count
 
+    @property
+    def _is_one_node(self) -> bool:
+        """Whether all of it is two products without biases around a gated SiLU."""
+        biased = any(getattr(self, f"{name}_bias", None) is not None for name in self.shapes)
+        gated = getattr(self, "has_gate", True)
+        return gated and not biased and _is_gated_silu(self.host_class, getattr(self, "act_fn", None))
+
     def _activated(self, x: Tensor) -> Tensor:
         """The host's own activation of what the first product gives."""
         if not getattr(self, "has_gate", True):
             return self.act_fn(x)  # type: ignore[no-any-return, operator]
-        if _is_gated_silu(self.host_class, getattr(self, "act_fn", None)):
+        if _is_gated_silu(self.host_class, getattr(self, "act_fn", None)):  # with biases
             return gated_activation(x)
         return self.host_class._apply_gate(self, x)  # type: ignore[no-any-return]
 
