@@ -1,10 +1,11 @@
 """A QLoRA step of a mixture of experts: Qwen3-30B-A3B's shape, 12 of its 48 layers.
 
-    python benchmarks/training/experts_step.py [--layers 12] [--recipe qlora_nf4] [--keep-weights]
+    python benchmarks/training/experts_step.py [--layers 12] [--recipe qlora_nf4] [--keep-weights] [--graph]
 
 Random weights, 4 x 2048 random tokens a step, LoRA r=16 on attention and experts, torch's fused AdamW,
 nothing recomputed, autocast to bfloat16 as a trainer has it; with --keep-weights decoded weights stay from
-step to step, as a memory plan chooses it where they fit. 3 steps warm up, 8 are timed, each until the
+step to step, as a memory plan chooses it where they fit; with --graph the pass is replayed as one CUDA graph, as
+`fewbits train` does for a model of this width where all batches have one shape. 3 steps warm up, 8 are timed, each until the
 device is idle; printed are median, fastest and slowest, the host's time until all is launched, the peak of
 allocated memory, and the first and the last loss. On a CPU a tiny shape runs, to see that the script does.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from fewbits.decoder.fuse import fused_layers
+from fewbits.training.step.graph import GraphedStep
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--recipe", default="qlora_nf4")
     parser.add_argument("--keep-weights", action="store_true")
+    parser.add_argument("--graph", action="store_true")
     args = parser.parse_args()
     model = adapted_model(args.layers, args.recipe)
     if args.keep_weights:
@@ -95,21 +98,27 @@ def main() -> None:
     shape = (4, 2048) if CUDA else (2, 32)
     generator = torch.Generator(device=DEVICE).manual_seed(1)
     losses, steps, host = [], [], []
+
+    def once(batch: dict[str, torch.Tensor], _: Any) -> torch.Tensor:
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+        return loss.detach()
+
+    one_pass = GraphedStep(once, trained) if args.graph else once
     for step in range(WARMUP + STEPS):
         ids = torch.randint(0, model.config.vocab_size, shape, device=DEVICE, generator=generator)
         if step == WARMUP and CUDA:
             torch.cuda.reset_peak_memory_stats()
         began = wait()
-        with torch.autocast(DEVICE, dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = one_pass({"input_ids": ids, "labels": ids}, None)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         host.append(1e3 * (time.perf_counter() - began))
         steps.append(1e3 * (wait() - began))
-        losses.append(float(loss.detach()))
+        losses.append(float(loss))
     kept = steps[WARMUP:]
-    how = ", weights kept" if args.keep_weights else ""
+    how = (", weights kept" if args.keep_weights else "") + (", replayed" if args.graph else "")
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     print(
         f"{args.recipe}{how}, {model.config.num_hidden_layers} layers, {shape[0]} x {shape[1]}: "
