@@ -4,10 +4,11 @@
 
 Random weights, 4 x 2048 random tokens a step, LoRA r=16 on attention and experts, torch's fused AdamW,
 nothing recomputed, autocast to bfloat16 as a trainer has it; with --keep-weights decoded weights stay from
-step to step, as a memory plan chooses it where they fit; with --graph the pass is replayed as one CUDA graph, as
-`fewbits train` does for a model of this width where all batches have one shape. 3 steps warm up, 8 are timed, each until the
-device is idle; printed are median, fastest and slowest, the host's time until all is launched, the peak of
-allocated memory, and the first and the last loss. On a CPU a tiny shape runs, to see that the script does.
+step to step, as a memory plan chooses it where they fit; with --graph the pass is replayed as a CUDA graph,
+as `fewbits train` does for a model of this width where all batches have one shape. 3 steps warm up, 8 are
+timed, each until the device is idle; printed are median, fastest and slowest, the host's time until all is
+launched, the peak of allocated memory, and the first and the last loss. On a CPU a
+tiny shape runs, to see that the script does.
 """
 
 from __future__ import annotations
