@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.kernels.product.expert_matrices import Matrices, launch, turn_matrices, turn_matrices_ref
+from fewbits.kernels.product.expert_matrices import Matrices, expert_matrices, expert_matrices_ref, launch
 
 
 def problem(E: int, N: int, r: int, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -29,26 +29,26 @@ def test_kernel_equals_the_definition(E: int, N: int, r: int, kernel_device: str
             for out in (torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), wide):
                 part, need = out[..., : x.shape[2]], torch.empty(x.shape, dtype=dtype, device=kernel_device)
                 launch(Matrices(x, part))
-                turn_matrices_ref(Matrices(x, need))
+                expert_matrices_ref(Matrices(x, need))
                 assert torch.equal(part, need), name
             assert (wide[..., x.shape[2] :] == 7.0).all()
 
 
 def test_any_strides_and_shapes_that_do_not_fit() -> None:
     for x in (torch.randn(3, 4, 5), torch.randn(5, 4, 3, dtype=torch.float64).transpose(0, 2)):
-        assert torch.equal(turn_matrices(x), x) and turn_matrices(x).is_contiguous()
-    assert turn_matrices(torch.randn(2, 3, 4), dtype=torch.bfloat16).dtype is torch.bfloat16
-    with pytest.raises(BadInput, match="turn_matrices takes"):
-        turn_matrices(torch.randn(2, 3, 4), out=torch.empty(2, 4, 3))
+        assert torch.equal(expert_matrices(x), x) and expert_matrices(x).is_contiguous()
+    assert expert_matrices(torch.randn(2, 3, 4), dtype=torch.bfloat16).dtype is torch.bfloat16
+    with pytest.raises(BadInput, match="expert_matrices takes"):
+        expert_matrices(torch.randn(2, 3, 4), out=torch.empty(2, 4, 3))
 
 
 def test_opcheck() -> None:
     x = problem(3, 5, 2, "cpu")["forward"]
-    torch.library.opcheck(torch.ops.fewbits.turn_matrices.default, (x, torch.empty(3, 5, 2)))
+    torch.library.opcheck(torch.ops.fewbits.expert_matrices.default, (x, torch.empty(3, 5, 2)))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
     for x in problem(128, 2048, 16, "cuda").values():
         for dtype in (torch.float32, torch.bfloat16):
-            assert torch.equal(turn_matrices(x, dtype=dtype), x.to(dtype))
+            assert torch.equal(expert_matrices(x, dtype=dtype), x.to(dtype))

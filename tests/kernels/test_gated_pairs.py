@@ -11,7 +11,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.kernels.codec.quantize_float8 import quantize_rows_ref
 from fewbits.kernels.decoder.gated_activation import gated_activation_backward_ref, gated_activation_ref
-from fewbits.kernels.product.gated_pairs import (
+from fewbits.kernels.decoder.gated_pairs import (
     GatedBackward,
     GatedForward,
     gated_pairs,

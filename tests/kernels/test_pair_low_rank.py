@@ -8,9 +8,9 @@ import torch
 from fewbits.errors import BadInput
 from fewbits.kernels.product.pair_low_rank import (
     LowRankPairs,
-    add_low_rank_pairs,
-    add_low_rank_pairs_ref,
     launch,
+    pair_low_rank,
+    pair_low_rank_ref,
 )
 
 SIZES = {"one has none": (3, 0, 70, 1), "all on one": (0, 0, 90), "few": (1, 2)}
@@ -43,7 +43,7 @@ def test_kernel_equals_the_definition(
     one = problem(SIZES[sizes], r, N, dtype, kernel_device)
     y, need = one._replace(y=one.y.clone()), one._replace(y=one.y.clone())
     launch(y)
-    add_low_rank_pairs_ref(need)
+    pair_low_rank_ref(need)
     eps = torch.finfo(dtype).eps
     sums = r * torch.finfo(torch.float32).eps * float(one.t.abs().max() * one.a.abs().max())
     torch.testing.assert_close(y.y, need.y, rtol=eps, atol=2 * sums)
@@ -53,7 +53,7 @@ def test_rows_between_others_stay_and_autograd_says_the_same() -> None:
     one = problem(SIZES["one has none"], 4, 6, torch.float64, "cpu")
     experts = torch.repeat_interleave(torch.arange(4), torch.tensor(SIZES["one has none"]))
     need = one.y + torch.einsum("pr,prn->pn", one.t, one.a[experts].double())
-    torch.testing.assert_close(add_low_rank_pairs(*one), need)
+    torch.testing.assert_close(pair_low_rank(*one), need)
     assert one.y._base is not None and one.y._base[:, 6:].isnan().all()
 
 
@@ -65,15 +65,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (y, t, a[:1], ends),
         (y, t, a[..., 1:], ends),
     ):
-        with pytest.raises(BadInput, match="add_low_rank_pairs takes"):
-            add_low_rank_pairs(*wrong)
+        with pytest.raises(BadInput, match="pair_low_rank takes"):
+            pair_low_rank(*wrong)
 
 
 def test_opcheck() -> None:
     y, t, a, ends = problem((2, 0, 3), 4, 8, torch.float32, "cpu")
-    torch.library.opcheck(
-        torch.ops.fewbits.add_low_rank_pairs.default, (y.contiguous(), t.contiguous(), a, ends)
-    )
+    torch.library.opcheck(torch.ops.fewbits.pair_low_rank.default, (y.contiguous(), t.contiguous(), a, ends))
 
 
 @pytest.mark.gpu
@@ -81,7 +79,7 @@ def test_opcheck() -> None:
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     one = problem((700, 0, 1, 1300), 16, 2048, dtype, "cuda")
     need = one._replace(y=one.y.clone())
-    add_low_rank_pairs(*one)
-    add_low_rank_pairs_ref(need)
+    pair_low_rank(*one)
+    pair_low_rank_ref(need)
     # bfloat16: one rounding of the same sum on either side
     assert (one.y - need.y).abs().max() / need.y.abs().max() < {torch.float32: 1e-5}.get(dtype, 2**-8)

@@ -46,13 +46,13 @@ from torch import Tensor
 
 from fewbits.kernels.codec.quantize_float8 import quantize_rows
 from fewbits.kernels.launch.derivatives import once_differentiable
-from fewbits.kernels.product.expert_matrices import turn_matrices
+from fewbits.kernels.product.expert_matrices import expert_matrices
 from fewbits.kernels.product.grouped_float8 import MAX_RANK as MAX_FLOAT8_RANK
 from fewbits.kernels.product.grouped_float8 import grouped_float8
 from fewbits.kernels.product.pair_gradients import pair_gradients
 from fewbits.kernels.product.pair_inputs import MAX_RANK, pair_inner, pair_inputs
 from fewbits.kernels.product.pair_low_rank import MAX_RANK as MAX_LOW_RANK
-from fewbits.kernels.product.pair_low_rank import add_low_rank_pairs
+from fewbits.kernels.product.pair_low_rank import pair_low_rank
 from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn.grouped import Table, grouped
@@ -208,7 +208,7 @@ def as_peft_has_it(db: Tensor, dtype: torch.dtype) -> Tensor:
 
     So the views that lead back to that matrix copy nothing.
     """
-    return turn_matrices(db.permute(2, 1, 0), dtype=dtype).permute(2, 0, 1)
+    return expert_matrices(db.permute(2, 1, 0), dtype=dtype).permute(2, 0, 1)
 
 
 def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
@@ -219,7 +219,7 @@ def _with_branch(weights: Weights, branch: Branch, K: int) -> Tensor | None:
     room = -(-r // _ALIGNED) * _ALIGNED
     beside = None if room > MAX_RANK else weights.with_room(room)
     if beside is not None:
-        turn_matrices(branch.b, out=beside[:, :, K : K + r])
+        expert_matrices(branch.b, out=beside[:, :, K : K + r])
         if beside.shape[2] > K + r:
             beside[:, :, K + r :].zero_()
     return beside
@@ -241,7 +241,7 @@ def pair_products(
         inner, b = None, None
         if branch.a is not None and branch.b is not None:
             inner = pair_inner(x, branch.a, ends, rows=rows, scaling=branch.scaling)
-            b = turn_matrices(branch.b, dtype=x.dtype)
+            b = expert_matrices(branch.b, dtype=x.dtype)
         return _float8_product(x, rows, weights.float8(False), (inner, b), ends, float8), inner
     beside = _with_branch(weights, branch, x.shape[1])
     if beside is not None:
@@ -286,7 +286,7 @@ def pair_products_backward(
     if weights.float8 is not None:
         dinner, a = None, None
         if branch.a is not None and branch.b is not None:
-            b = turn_matrices(branch.b.transpose(1, 2), dtype=dy.dtype)
+            b = expert_matrices(branch.b.transpose(1, 2), dtype=dy.dtype)
             dinner = pair_inner(dy, b, ends, rows=rows, scaling=branch.scaling)
             a = branch.a.to(dy.dtype).transpose(1, 2)
         dx = _float8_product(dy, rows, weights.float8(True), (dinner, a), ends, float8)
@@ -302,7 +302,7 @@ def pair_products_backward(
     if dinner is None or branch.a is None:
         return Through(dx, dinner)
     if branch.a.shape[1] <= MAX_LOW_RANK:
-        return Through(add_low_rank_pairs(dx, dinner, branch.a, ends), dinner)
+        return Through(pair_low_rank(dx, dinner, branch.a, ends), dinner)
     return Through(dx.add_(grouped(dinner, branch.a.to(dy.dtype).transpose(1, 2), ends)), dinner)
 
 

@@ -7,7 +7,7 @@ values; products, branches and names are those of `fewbits.nn.expert_products`:
     o_p = W2_e z_p + s2 B2_e A2_e z_p            y_t = sum over the pairs of t: c_p o_p
 
 Kept for the backward pass: the rows as they came, (T, H), g (P, 2 I), and the branches' few values. z and the
-gradients of g and c come out of one kernel (`fewbits.kernels.product.gated_pairs`), which rounds them to E4M3
+gradients of g and c come out of one kernel (`fewbits.kernels.decoder.gated_pairs`), which rounds them to E4M3
 too where the next product takes that. The same numbers as `into_experts`, the activation and
 `out_of_experts`, but for one rounding: c_p times what comes back is not rounded before the activation.
 """
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fewbits.kernels.decoder.gated_pairs import gated_pairs, gated_pairs_backward
 from fewbits.kernels.launch.derivatives import once_differentiable
-from fewbits.kernels.product.gated_pairs import gated_pairs, gated_pairs_backward
 from fewbits.kernels.product.pair_outer import pair_outer
 from fewbits.kernels.product.pair_sums import pair_sums
 from fewbits.nn.expert_products import (

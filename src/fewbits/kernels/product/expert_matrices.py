@@ -40,8 +40,8 @@ class Matrices(NamedTuple):
 # 1. The definition.
 
 
-def turn_matrices_ref(o: Matrices) -> None:
-    """A copy; see `turn_matrices`."""
+def expert_matrices_ref(o: Matrices) -> None:
+    """A copy; see `expert_matrices`."""
     o.out.copy_(o.x)
 
 
@@ -66,7 +66,7 @@ def _turn_kernel(
 
 
 def launch(o: Matrices) -> None:
-    """`turn_matrices_ref` of views as the file's docstring has them."""
+    """`expert_matrices_ref` of views as the file's docstring has them."""
     (A, B, C), (_, stride_xb, stride_xc), (stride_oa, stride_ob, _) = o.x.shape, o.x.stride(), o.out.stride()
     if stride_xb == C * stride_xc and stride_ob == C:  # two axes that are one
         B, C = 1, B * C
@@ -93,27 +93,27 @@ COMPILE_CASES = (
 # 3. The op: on a CPU it runs the definition, on CUDA the kernel.
 
 
-@torch.library.custom_op("fewbits::turn_matrices", mutates_args=("out",))
+@torch.library.custom_op("fewbits::expert_matrices", mutates_args=("out",))
 @one_by_one
-def _turn_matrices(o: Matrices) -> None:
-    turn_matrices_ref(o)
+def _expert_matrices(o: Matrices) -> None:
+    expert_matrices_ref(o)
 
 
 def _cuda(o: Matrices) -> None:
-    known = o.x.dtype in KERNEL_DTYPES and o.out.dtype in KERNEL_DTYPES
-    if not known or o.x.stride(0) != 1 or o.out.stride(2) != 1:
-        turn_matrices_ref(o)
+    is_known = o.x.dtype in KERNEL_DTYPES and o.out.dtype in KERNEL_DTYPES
+    if not is_known or o.x.stride(0) != 1 or o.out.stride(2) != 1:
+        expert_matrices_ref(o)
     elif o.out.numel():
         launch(o)
 
 
-_turn_matrices.register_kernel("cuda")(one_by_one(_cuda))
+_expert_matrices.register_kernel("cuda")(one_by_one(_cuda))
 
 
 # 4. The public function, for hand-written autograd nodes.
 
 
-def turn_matrices(x: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def expert_matrices(x: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """A copy whose last axis lies in one piece.
 
     Args:
@@ -131,7 +131,7 @@ def turn_matrices(x: Tensor, *, out: Tensor | None = None, dtype: torch.dtype | 
         out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     if x.dim() != 3 or out.shape != x.shape:
         raise BadInput(
-            f"turn_matrices takes x and out (A, B, C); these are {tuple(x.shape)}, {tuple(out.shape)}."
+            f"expert_matrices takes x and out (A, B, C); these are {tuple(x.shape)}, {tuple(out.shape)}."
         )
-    run(_turn_matrices, _cuda, x, Matrices(x, out))
+    run(_expert_matrices, _cuda, x, Matrices(x, out))
     return out

@@ -42,8 +42,8 @@ class LowRankPairs(NamedTuple):
 # 1. The definition.
 
 
-def add_low_rank_pairs_ref(o: LowRankPairs) -> None:
-    """The formula above; see `add_low_rank_pairs`."""
+def pair_low_rank_ref(o: LowRankPairs) -> None:
+    """The formula above; see `pair_low_rank`."""
     wide, first = torch.promote_types(o.y.dtype, torch.float32), 0
     for matrix, last in zip(o.a.to(o.y.dtype).to(wide), o.ends.tolist(), strict=True):
         part = o.y[first:last]
@@ -91,7 +91,7 @@ def _pair_low_rank_kernel(
 
 
 def launch(o: LowRankPairs) -> None:
-    """`add_low_rank_pairs_ref` of rows with contiguous columns and a contiguous ``a``; not for float64."""
+    """`pair_low_rank_ref` of rows with contiguous columns and a contiguous ``a``; not for float64."""
     (E, r, N), P = o.a.shape, len(o.y)
     block_n = min(_BLOCK_N, max(16, next_power_of_2(N)))
     with on_device_of(o.y):
@@ -120,27 +120,27 @@ COMPILE_CASES = (
 # 3. The op: on a CPU it runs the definition, on CUDA the kernel.
 
 
-@torch.library.custom_op("fewbits::add_low_rank_pairs", mutates_args=("y",))
+@torch.library.custom_op("fewbits::pair_low_rank", mutates_args=("y",))
 @one_by_one
-def _add_low_rank_pairs(o: LowRankPairs) -> None:
-    add_low_rank_pairs_ref(o)
+def _pair_low_rank(o: LowRankPairs) -> None:
+    pair_low_rank_ref(o)
 
 
 def _cuda(o: LowRankPairs) -> None:
     rows_apart = o.y.stride(1) != 1 and o.y.shape[1] > 1
     if o.y.dtype not in KERNEL_DTYPES or o.a.shape[1] > MAX_RANK or rows_apart:
-        add_low_rank_pairs_ref(o)
+        pair_low_rank_ref(o)
     elif o.y.numel() and o.a.shape[1]:
         launch(o._replace(t=dense_rows(o.t), a=o.a.contiguous()))
 
 
-_add_low_rank_pairs.register_kernel("cuda")(one_by_one(_cuda))
+_pair_low_rank.register_kernel("cuda")(one_by_one(_cuda))
 
 
 # 4. The public function, for hand-written autograd nodes.
 
 
-def add_low_rank_pairs(y: Tensor, t: Tensor, a: Tensor, ends: Tensor) -> Tensor:
+def pair_low_rank(y: Tensor, t: Tensor, a: Tensor, ends: Tensor) -> Tensor:
     """Add to each pair's row what its expert's matrix makes of a few values.
 
     Args:
@@ -159,7 +159,7 @@ def add_low_rank_pairs(y: Tensor, t: Tensor, a: Tensor, ends: Tensor) -> Tensor:
     if not fits or a.shape != (len(ends), t.shape[1], y.shape[1]):
         have = [(tuple(one.shape), one.dtype) for one in (y, t, a, ends)]
         raise BadInput(
-            f"add_low_rank_pairs takes y (P, N), t (P, r) like y, a (E, r, N), ends (E,); these are {have}."
+            f"pair_low_rank takes y (P, N), t (P, r) like y, a (E, r, N), ends (E,); these are {have}."
         )
-    run(_add_low_rank_pairs, _cuda, y, LowRankPairs(y, t, a, ends))
+    run(_pair_low_rank, _cuda, y, LowRankPairs(y, t, a, ends))
     return y
