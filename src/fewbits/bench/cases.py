@@ -25,6 +25,7 @@ from fewbits.bench.fused_cases import MAKERS as FUSED_MAKERS
 from fewbits.bench.gradient_cases import MAKERS as GRADIENT_MAKERS
 from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.bench.quantize_cases import MAKERS as QUANTIZE_MAKERS
+from fewbits.bench.routing_cases import MAKERS as ROUTING_MAKERS
 from fewbits.bench.stochastic_cases import MAKERS as STOCHASTIC_MAKERS
 from fewbits.formats import get_format
 from fewbits.formats.base import Packed
@@ -271,4 +272,5 @@ _MAKERS = (
     *ATTENTION_MAKERS,
     *DECODE_MAKERS,
     *EXPERT_MAKERS,
+    *ROUTING_MAKERS,
 )
