@@ -4,7 +4,8 @@
 
 Random weights. Numbers first: a prompt in chunks gives the logits of the whole one up to rounding, and
 products in FP8 those of 16 bits up to theirs. Then, for each recipe, over transformers' own layers and over
-fused ones (``fewbits.fuse``, then ``for_inference``): the forward alone (the last token's logits), and
+fused ones (``fewbits.fuse``, then ``for_inference``): the forward alone (the last token's logits), launch by
+launch and recorded as a graph (with how many layers' keys and values are equal to the bit), and
 ``model.generate`` for one token, which takes the prompt into the step's cache as well. The long prompt goes
 through ``model.generate`` as any other.
 """
@@ -23,6 +24,8 @@ from transformers import DynamicCache
 from transformers import logging as transformers_logging
 
 import fewbits
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.prompt import WHOLE, read_prompt
 
 
 @torch.no_grad()
@@ -61,10 +64,30 @@ def measure(stages: Stages, recipe: str, options: argparse.Namespace) -> None:
             f"{1e3 * forward:.1f} ms, {options.tokens / forward:,.0f} tokens/s",
         )
         generate(model, ids)
+        recorded(way)
         token = seconds_of(lambda: generate(model, ids), 5)
         stages.tell(
             f"{recipe}, {way}: generate() of one token",
             f"{1e3 * token:.1f} ms, {options.tokens / token:,.0f} tokens/s",
+        )
+
+    @torch.no_grad()
+    def recorded(way: str) -> None:
+        prompts, padding = decoding_of(model).prompts, torch.zeros(1, dtype=torch.long, device=device())
+        for _ in range(2):
+            prompts.read(model, ids, padding, WHOLE)
+        ours = prompts.read(model, ids, padding, WHOLE)
+        if ours is None:
+            stages.tell(f"{recipe}, {way}: recorded", prompts.refused or "not at all")
+            return
+        need = read_prompt(model, ids, None, padding)
+        pairs = zip(ours.cache.layers, need.cache.layers, strict=True)
+        same = sum(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+        seconds = seconds_of(lambda: prompts.read(model, ids, padding, WHOLE), 5)
+        stages.tell(
+            f"{recipe}, {way}: recorded forward of {options.tokens} tokens",
+            f"{1e3 * seconds:.1f} ms, {options.tokens / seconds:,.0f} tokens/s; {same} of "
+            f"{len(need.cache.layers)} layers equal to the bit",
         )
 
     def fused() -> None:
