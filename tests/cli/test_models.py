@@ -141,6 +141,7 @@ def test_words_of_generate(run, model, tmp_path):
         (("--word", "min_p"), "is no word of transformers' generate; write NAME=VALUE"),
         (("--word", "top_k=2"), "has a flag of its own; write --top-k 2"),
         (("--word", "num_return_sequences=2"), "an answer here is one"),
+        (("--cache", "int4", "--word", "cache_implementation=static"), "both say how keys and values are"),
         (("--word", "no_repeat_ngram_size=a"), "generate refuses no_repeat_ngram_size"),
     ):
         shown = run(*one, *more)

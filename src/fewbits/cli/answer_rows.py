@@ -48,7 +48,7 @@ def generate_words(args: Namespace) -> dict[str, Any]:
     """The words of transformers' ``generate`` that --stop, --min-p and --word say.
 
     Raises:
-        BadInput: a --word without a value, unknown to transformers, or with a flag of its own.
+        BadInput: a --word without a value, unknown to transformers, with a flag of its own, or against one.
     """
     from transformers import GenerationConfig
 
@@ -70,6 +70,11 @@ def generate_words(args: Namespace) -> dict[str, Any]:
             words[name] = json.loads(text)
         except json.JSONDecodeError:
             words[name] = text
+    if words.get("cache_implementation") is not None and args.cache is not None:
+        raise BadInput(
+            f"--cache {args.cache} and --word cache_implementation both say how keys and values are kept;"
+            " give one of them."
+        )
     with_words({"logits_processor": []}, None, dict(words))  # refused before a model is loaded
     return words
 
