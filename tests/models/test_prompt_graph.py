@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.decoder.fuse import forget_weights, free_prompt_weights, fuse
+from fewbits.host.attention import plain_mask
 from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop, prompt_graph
 from fewbits.models.generation.loop import decoding_of
@@ -257,15 +258,17 @@ def test_what_cannot_be_recorded_is_read_as_ever() -> None:
     assert "has hooks" in graphs.refused
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
 def test_a_recording_attends_as_the_model_does_outside(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is captured transformers makes a mask that it leaves out otherwise; none is asked for."""
     from transformers import masking_utils
 
     model, ids = tiny(family, dtype=torch.bfloat16), tokens(2, 32)  # of the recorded length
-    model.set_attn_implementation("sdpa")
+    if family != "gemma2":  # with capped scores a mask is made in any case
+        model.set_attn_implementation("sdpa")
     fuse(model)
     FastLanguageModel.for_inference(model)
+    assert (plain_mask(model, ids.device) is None) == (family == "gemma2")
     real, asked = masking_utils.create_causal_mask, []
 
     def as_captured(*_: Any, **__: Any) -> bool:
@@ -280,11 +283,28 @@ def test_a_recording_attends_as_the_model_does_outside(family: str, monkeypatch:
         logits, cache = graph.run()
         assert not asked and real is masking_utils.create_causal_mask
         read_prompt(model, ids, None, torch.zeros(2, dtype=torch.long))
-        assert asked  # the question is asked by that name still
-    if family == "llama":  # windows come with a mask of transformers' own, outside of a recording
+        assert asked or family == "gemma2"  # the question is asked by that name still
+    if family != "mistral":  # windows come with a mask of transformers' own, outside of a recording
         assert torch.equal(logits, need.logits)
         assert all(torch.equal(a.keys, b.keys) for a, b in zip(cache.layers, need.cache.layers, strict=True))
     assert float((logits - need.logits).norm() / need.logits.norm()) < 0.04
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "phi3"])
+@torch.no_grad()
+def test_windows_and_caps_are_recorded_too(family: str) -> None:
+    """A window that the prompt outgrows comes with a mask outside of a recording: the same up to rounding."""
+    model = tiny(family, dtype=torch.bfloat16).cuda()
+    fuse(model)
+    FastLanguageModel.for_inference(model)
+    graphs, padding = PromptGraphs(), torch.zeros(1, dtype=torch.long, device="cuda")
+    for length in (40, 50, 64, 33):
+        ids = tokens(1, length).cuda()
+        ours, need = graphs.read(model, ids, padding, WHOLE), read_prompt(model, ids, None, padding)
+        assert (ours is None) == (length == 40), graphs.refused
+        if ours is not None:
+            assert float((ours.logits - need.logits).norm() / need.logits.norm()) < 0.04
 
 
 @pytest.mark.gpu

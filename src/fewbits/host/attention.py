@@ -50,8 +50,11 @@ def plain_mask(model: nn.Module, device: torch.device) -> Tensor | None:
         model: a Hugging Face model; a PeftModel will do.
         device: where its tokens are.
     """
-    if used_attention(model) is None or not _is_ours(decoder_of(model)):
+    decoder, attention = decoder_of(model), spec_for(model).attention
+    if used_attention(model) is None or not _is_ours(decoder) or attention is None:
         return None
+    if field_of(decoder.config, attention.soft_cap) is not None:
+        return None  # capped scores come with a mask in any case, and without one by a kernel to be compiled
     return torch.empty(PLAIN_MASK_SHAPE, dtype=torch.bool, device=device)
 
 

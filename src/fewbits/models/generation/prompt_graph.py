@@ -141,6 +141,7 @@ class PromptGraphs:
             with torch.inference_mode(False), torch.no_grad():
                 graph = _PromptGraph(model, size, input_ids.device)
                 graph.take(input_ids)
+                graph.run()  # tables are made, which wait for the device once
                 with no_waits(input_ids.device):
                     graph.run()
                 if input_ids.is_cuda:
