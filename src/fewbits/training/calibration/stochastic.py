@@ -3,6 +3,7 @@
 The steps: capture what the linears see; find ``smooth_scales``; protect channels; measure the error of every
 (linear, group of rows, chunk) at every length; give the linears that gain most from it to INT8, up to a share
 of all MACs; spend the budget of cycles on the others (`fewbits.training.calibration.stochastic_lengths`).
+With ``attention="auto"`` the budget is attention's too, and its share is screened (`.stochastic_shares`).
 
 Experts are linears of their own for that (`fewbits.models.packing.split_experts`). What a linear costs and
 loses counts as often as rows came to it; one to which none came keeps the options' length, unsmoothed.
@@ -38,8 +39,10 @@ from fewbits.training.calibration.stochastic_lengths import (
     chunk_errors,
     error_table,
 )
+from fewbits.training.calibration.stochastic_shares import choose_shares
 
 SMOOTHING = ("smoothquant", "awq", "none")
+AUTO = "auto"  # attention's lengths
 DEFAULT_LEVELS = (16, 24, 32, 48, 64, 96, 128)
 
 
@@ -48,14 +51,16 @@ class Calibration:
     """What to calibrate, and how.
 
     Attributes:
-        budget: cycles for each product, on average over the products that run stochastically.
+        budget: cycles for each product, on average over the linears that run stochastically; with
+            attention="auto" over attention's products too.
         levels: stream lengths to choose from, ascending.
         groups: groups of input rows of each linear, by their largest magnitude; 1: no such groups.
         smoothing: "smoothquant", "awq" or "none".
         alpha: of SmoothQuant.
         protected: input channels of each linear whose products are exact.
         int8_share: share of the linears' MACs that may run INT8.
-        attention: stream length of both attention products; None: they stay exact.
+        attention: stream length of both attention products; "auto": one each, chosen by the loss on the
+            text; None: they stay exact.
         rows: captured rows of each linear.
         gradients: weigh errors by the gradient of the loss (one backward pass for each batch).
     """
@@ -63,11 +68,11 @@ class Calibration:
     budget: float = 64.0
     levels: tuple[int, ...] = DEFAULT_LEVELS
     groups: int = 1
-    smoothing: str = "smoothquant"
+    smoothing: str = "awq"
     alpha: float = 0.5
     protected: int = 0
     int8_share: float = 0.0
-    attention: int | None = None
+    attention: int | str | None = None
     rows: int = 256
     gradients: bool = True
 
@@ -78,6 +83,8 @@ class Calibration:
             raise BadInput(f"alpha={self.alpha:g} is refused: give a number from 0 to 1.")
         if not 0 <= self.int8_share < 1:
             raise BadInput(f"int8_share={self.int8_share} is refused: give a share from 0 to below 1.")
+        if isinstance(self.attention, str) and self.attention != AUTO:
+            raise BadInput(f"attention={self.attention!r} is refused; give a length, {AUTO!r} or None.")
         for name in ("groups", "rows"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} is refused: give at least 1.")
@@ -111,6 +118,7 @@ def calibrate_stochastic(
     *,
     options: Stochastic = STOCHASTIC,
     progress: Callable[[int, int], None] | None = None,
+    screening: Callable[[int, int], None] | None = None,
 ) -> StochasticConfig:
     """The configuration that these batches of tokens suggest.
 
@@ -120,6 +128,7 @@ def calibrate_stochastic(
         settings: what to calibrate.
         options: of every product; its stoc_len is where no linear says another.
         progress: called as ``progress(linears done, linears in all)``.
+        screening: called as ``screening(windows done, windows in all)`` where attention is "auto".
 
     Raises:
         Unsupported: the model is converted already.
@@ -128,17 +137,71 @@ def calibrate_stochastic(
     if conversion_of(model) is not None:
         raise Unsupported("this model is converted already; calibrate its original form.")
     _check_levels(settings, options)
+    batches = list(batches)
     with experts_split(model):
-        return _calibrated(model, batches, settings, options, progress)
+        measured = _measured(model, batches, settings, options, progress)
+    if settings.attention != AUTO:
+        return measured.config(settings.budget)
+    shares = choose_shares(
+        model,
+        batches,
+        settings.budget,
+        sum(linear.macs for linear in measured.running().values()),
+        _longest(options),
+        measured.config,
+        shortest=settings.levels[0],
+        progress=screening,
+    )
+    interval = shares.against_equal
+    facts = {
+        "scores": shares.scores,
+        "values": shares.values,
+        "tried": shares.tried,
+        "against_equal": None if interval is None else [interval.mean, interval.low, interval.high],
+    }
+    whole = {"mean_cycles": round(shares.mean_cycles, 3), "attention_shares": facts}
+    return replace(shares.config, calibration={**shares.config.calibration, **whole})
 
 
-def _calibrated(
+@dataclass(frozen=True)
+class _Measured:
+    """What a model's linears lose at every length, before a budget is spent."""
+
+    settings: Calibration
+    options: Stochastic
+    captured: Mapping[str, Captured]
+    linears: Mapping[str, _Linear]
+    masked: set[str]
+    model: Mapping[str, Any]
+
+    def running(self) -> dict[str, _Linear]:
+        """The linears that run in streams."""
+        return {name: linear for name, linear in self.linears.items() if name not in self.masked}
+
+    def config(self, budget: float) -> StochasticConfig:
+        """The configuration whose linears spend this budget."""
+        settings, running = self.settings, self.running()
+        lengths, mean = choose_lengths([x.table for x in running.values()], settings.levels, budget)
+        length_of = dict(zip(running, lengths, strict=True))
+        plan = {n: _setting(x, length_of.get(n)) for n, x in self.linears.items()}
+        length = settings.attention
+        attention = None if isinstance(length, str) else AttentionSetting(scores=length, values=length)
+        return StochasticConfig(
+            options=self.options.with_length(_nearest(settings.levels, settings.budget)),
+            linears=tuple(plan.items()),
+            attention=() if length is None or attention is None else (("*", attention),),
+            model=self.model,
+            calibration=_provenance(settings, self.captured, mean, self.masked, self.linears),
+        )
+
+
+def _measured(
     model: Any,
     batches: Iterable[Tensor],
     settings: Calibration,
     options: Stochastic,
     progress: Callable[[int, int], None] | None,
-) -> StochasticConfig:
+) -> _Measured:
     names = list(linears_to_replace(model, Recipe(name="all", linear=Rule(weight=options))))
     captured = capture(model, batches, names, rows=settings.rows, gradients=settings.gradients)
     most = max(one.num_rows for one in captured.values())
@@ -150,26 +213,18 @@ def _calibrated(
             linears[name] = linear.weighed(captured[name].num_rows / most)
         if progress is not None:
             progress(done + 1, len(names))
-    masked = _int8_mask(linears, settings)
-    running = {name: linear for name, linear in linears.items() if name not in masked}
-    lengths, mean = choose_lengths([x.table for x in running.values()], settings.levels, settings.budget)
-    length_of = dict(zip(running, lengths, strict=True))
-    plan = {n: _setting(x, length_of.get(n)) for n, x in linears.items()}
-    attention = AttentionSetting(scores=settings.attention, values=settings.attention)
-    return StochasticConfig(
-        options=options.with_length(_nearest(settings.levels, settings.budget)),
-        linears=tuple(plan.items()),
-        attention=() if settings.attention is None else (("*", attention),),
-        model=facts_of(model),
-        calibration=_provenance(settings, captured, mean, masked, linears),
-    )
+    return _Measured(settings, options, captured, linears, _int8_mask(linears, settings), facts_of(model))
 
 
 def _check_levels(settings: Calibration, options: Stochastic) -> None:
-    longest = options.streams.levels if options.halve_bipolar_stoc_len else 2**options.sc_prec
+    longest = _longest(options)
     wrong = [level for level in settings.levels if not 1 <= level <= longest]
     if wrong:
         raise BadInput(f"a stream length of {wrong[0]} is out of range; choose from 1 to {longest}.")
+
+
+def _longest(options: Stochastic) -> int:
+    return options.streams.levels if options.halve_bipolar_stoc_len else int(2**options.sc_prec)
 
 
 def _nearest(levels: tuple[int, ...], budget: float) -> int:
