@@ -9,9 +9,9 @@ texts (16 windows of 256 tokens each), for two front ends (SmoothQuant 0.5, AWQ)
     published   scmp_llm's recipe as its calibration states it: each row's relative error at each length; one
                 Lagrange multiplier over all (operator, quarter of the layers), cycles weighted by MACs; rows
                 sent to lengths by thresholds of their largest magnitude among those of their call
-    calibrate   `fewbits sc calibrate`: lengths by layer and chunk of the inner dimension; attention uniform
-    measured    the same, where four shares of the budget between attention's products and the linears were
-                screened on the calibration text
+    calibrate   `fewbits sc calibrate --budget 32 --attention auto`: lengths by layer and chunk of the inner
+                dimension, and attention's two lengths by the loss on the calibration text
+    equal lengths   the same with --attention 32
 
 Differences are paired by window against the published recipe of the same text and front end. Then the ranks:
 ``--ranked`` random tables of equal cost, screened on 16 windows and tested on all held-out ones.
@@ -49,8 +49,6 @@ STARTS = (100_000, 220_000, 340_000)  # characters where the calibration texts b
 HELD_OUT = 450_000
 QUARTERS = 4
 ROWS_OF_A_CALL = 24
-# Lengths of QK^T and of PV, in units of the budget.
-SHARES = ((1.0, 1.0), (1.5, 1.0), (1.5, 0.5), (2.0, 0.5))
 
 
 @dataclass
@@ -220,38 +218,20 @@ def candidates_of(
 ) -> Iterator[tuple[str, StochasticConfig]]:
     """The three allocations that this text suggests."""
     batches = batches_of(cut_text)
-    shares = attention_shares(model, batches[0])
-    configs = []
-    for scores, values in SHARES:
-        left = budget * (1 - shares["scores"] * scores - shares["values"] * values)
-        settings = Calibration(
-            budget=left / (1 - shares["scores"] - shares["values"]), smoothing=smoothing, levels=LEVELS[::-1]
-        )
-        attention = AttentionSetting(scores=round(budget * scores), values=round(budget * values))
-        config = calibrate_stochastic(model, batches, settings)
-        configs.append(replace(config, attention=(("*", attention),)))
-    yield "calibrate", configs[0]
-    names = [f"{scores:g} {values:g}" for scores, values in SHARES]
-    ranked = screen(
-        model, cut_text, uniform(budget), [*map(Candidate, names, configs)], Screening(batch_size=4)
-    )
-    print("  attention's shares by", smoothing, ranked.rows[0].candidate.name, flush=True)
-    yield "measured", ranked.rows[0].candidate.config
+    settings = Calibration(budget=budget, smoothing=smoothing, levels=LEVELS[::-1], attention=budget)
+    equal = calibrate_stochastic(model, batches, settings)
+    yield "equal lengths", equal
+    chosen = calibrate_stochastic(model, batches, replace(settings, attention="auto"))
+    print("  attention's shares by", smoothing, chosen.calibration["attention_shares"], flush=True)
+    yield "calibrate", chosen
     scales = {
         name: None
         if setting.smooth_scales is None
         else torch.tensor(setting.smooth_scales, dtype=torch.float32)
-        for name, setting in configs[0].linears
+        for name, setting in equal.linears
     }
     with torch.no_grad():
         yield "published", Published(model, batches, scales).config(budget, scales)
-
-
-def attention_shares(model: Any, ids: Tensor) -> dict[str, float]:
-    """The share of each attention product in all MACs of the decoder."""
-    products = [p for p in count_work(model, ids).products if not p.layer.endswith("lm_head")]
-    total = sum(p.macs for p in products)
-    return {op: sum(p.macs for p in products if p.op == op) / total for op in ("scores", "values")}
 
 
 def random_tables(model: Any, budget: int, count: int) -> list[Candidate]:
@@ -303,7 +283,7 @@ def compare(model: Any, tokenizer: Any, text: str, args: argparse.Namespace) -> 
     table = [{"name": "uniform", "perplexity": math.exp(result.base_nll), "cycles": args.budget}]
     for candidate in candidates:
         row = rows[candidate.name]
-        other = rows[f"published,{candidate.name.partition(',')[2]}"]
+        other = rows[f"published, {candidate.name.split(', ', 1)[1]}"]
         gaps = [a - b for a, b in zip(row.differences, other.differences, strict=True)]
         against = paired_interval(gaps, result.tokens)
         table.append({

@@ -145,8 +145,10 @@ def _calibrate(args: Namespace) -> int:
     text = read_text(args.text)
     model, tokenizer = load_original(args)
     batches = windows_of(model, tokenizer, text, args)
-    with Progress("linears") as advance:
-        config = calibrate_stochastic(model, batches, settings, options=options, progress=advance)
+    with Progress("linears") as advance, Progress("windows") as screening:
+        config = calibrate_stochastic(
+            model, batches, settings, options=options, progress=advance, screening=screening
+        )
     write_config(config, output)
     figures = config.calibration
     if args.json:
@@ -157,7 +159,21 @@ def _calibrate(args: Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
+    if (shares := figures.get("attention_shares")) is not None:
+        console().print(_words_of_shares(shares), highlight=False, soft_wrap=True)
     return 0
+
+
+def _words_of_shares(shares: dict[str, Any]) -> str:
+    head = (
+        f"attention: QK^T {shares['scores']} cycles, PV {shares['values']}, of {shares['tried']} shares tried"
+    )
+    if shares["against_equal"] is None:
+        return f"{head}; none was better than equal ones."
+    mean, low, high = shares["against_equal"]
+    return (
+        f"{head}; {mean:+.4f} nats a token against equal ones (95 %: {low:+.4f} to {high:+.4f}) on this text."
+    )
 
 
 def _operands(args: Namespace) -> Any:

@@ -411,6 +411,12 @@ def _grid(command: argparse.ArgumentParser, lengths: str, scrambles: str) -> Non
     )
 
 
+def _length_or_auto(word: str) -> int | str:
+    if word != "auto" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is neither a stream length nor auto")
+    return word if word == "auto" else int(word)
+
+
 def _calibrate_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", required=True, metavar="FILE", help="the .yaml or .json file to write")
     command.add_argument(
@@ -436,7 +442,7 @@ def _calibrate_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--smoothing",
         choices=("smoothquant", "awq", "none"),
-        default="smoothquant",
+        default="awq",
         help="how the difficulty of large inputs is moved into the weights (default: %(default)s)",
     )
     command.add_argument(
@@ -461,7 +467,11 @@ def _calibrate_flags(command: argparse.ArgumentParser) -> None:
         help="share of all multiply-accumulates that may run in INT8 (default: %(default)s)",
     )
     command.add_argument(
-        "--attention", type=int, metavar="N", help="stream length of both attention products (default: exact)"
+        "--attention",
+        type=_length_or_auto,
+        metavar="N",
+        help="stream length of both attention products; auto: choose one for each, within the budget, by "
+        "the loss on the text (default: exact)",
     )
     command.add_argument(
         "--rows",

@@ -98,11 +98,11 @@ fewbits sc fold --model models/llama --output folded --parts scales,values,resid
     ),
     "calibrate": Text(
         "write a configuration that is measured on a text",
-        "Run a model over a text and write a configuration of its stochastic products: SmoothQuant or AWQ\n"
+        "Run a model over a text and write a configuration of its stochastic products: AWQ or SmoothQuant\n"
         "scales, protected channels, layers that run in INT8, and stream lengths under a budget of cycles.",
         """
 fewbits sc calibrate --model models/stories3m --text story.txt --budget 48 --output mixed.yaml
-fewbits sc calibrate --model models/llama --text wiki.txt --budget 32 --smoothing awq --output mixed.json
+fewbits sc calibrate --model models/llama --text wiki.txt --budget 32 --attention auto --output mixed.json
 """,
     ),
 }
