@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fewbits.formats.description import Description
+
 _FLOAT32_BITS = 24
 
 
@@ -60,6 +62,7 @@ class Contract:
             half the widest gap between neighbouring decoded values, or what cutting takes away, if more.
         block: (rows, columns) that share a scale, and become NaN together; (0, 0) is the tensor.
         coding: how kernels read the parts; None: the definition alone, in plain torch, decodes.
+        description: for formats without a ``coding``: from which a GPU's decoding kernel is generated.
         indexed: for a format whose columns look up their group in a part ``group_index``: the coding of the
             same parts if groups lay side by side.
         rounds_plainly: `quantize` divides each block of ``coding`` by its largest magnitude (or, with zero
@@ -89,6 +92,7 @@ class Contract:
     largest_error: float
     block: tuple[int, int]
     coding: Coding | None = None
+    description: Description | None = None
     indexed: Coding | None = None
     rounds_plainly: bool = False
     exact_scale: bool = True

@@ -25,6 +25,7 @@ from torch import Tensor
 from fewbits.formats.base import Family, Format, Packed, PartSpec
 from fewbits.formats.blocks import ceil_div, packed_nothing
 from fewbits.formats.contract import Contract
+from fewbits.formats.gguf_descriptions import DESCRIPTIONS
 from fewbits.formats.gguf_layouts import LAYOUTS
 from fewbits.formats.gguf_search import GGUFSearch
 from fewbits.formats.k_quants import IQ4_VALUES, SEARCHED, Fields, SubBlocks, search
@@ -69,6 +70,7 @@ class GGUFBlocks(Format):
         return Contract(
             largest_error=usual + 2.0**-10,
             block=self.block,
+            description=DESCRIPTIONS[self.kind],
             cuts=True,
             magnitudes=(1e-30, 1e37) if self.kind == "MXFP4" else (1e-2, 1e3),
             again="near" if self.kind in SEARCHED else "whole" if affine else "codes",

@@ -25,6 +25,7 @@ from fewbits.formats.bits import pack_bits, packed_size
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import Block, block_absmax, scale_shape
 from fewbits.formats.contract import Contract
+from fewbits.formats.description import Description
 from fewbits.formats.minifloat import MINIFLOATS, exponential, power_of_e8m0
 from fewbits.formats.rounding import round_to_integer
 from fewbits.formats.scale_search import Grid, ScaleSearch, ascending
@@ -76,10 +77,18 @@ class Microscaling(BlockFormat):
         return Contract(
             largest_error=2.0 ** -(1 + mantissa_bits - missing),
             block=self.block,
+            description=self._described(),
             cuts=True,
             again_bits=8,
             names={"compressed-tensors": form} if form else {},
             stored_as={"codes": codes, "scales": "weight_scale"} if form else {},
+        )
+
+    def _described(self) -> Description:
+        if self.element == "int8":
+            return Description(bits=8, is_signed=True, unit=1 / 64, stored="e8m0", block=self.block)
+        return Description(
+            bits=self.bits, stored="e8m0", block=self.block, **MINIFLOATS[self.element].described
         )
 
     @property

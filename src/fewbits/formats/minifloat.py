@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ class Minifloat:
     def bits(self) -> int:
         """Bits of a code."""
         return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The fields of a `fewbits.formats.description.Description` of such codes."""
+        return {
+            "kind": "float",
+            "mantissa_bits": self.mantissa_bits,
+            "bias": 1 - self.lowest_exponent,
+            "largest_code": self.largest_code,
+        }
 
     @property
     def lowest_exponent(self) -> int:

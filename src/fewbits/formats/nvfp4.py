@@ -32,6 +32,7 @@ from fewbits.formats.bits import pack_bits, packed_size
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import SMALLEST_SCALE, Block, block_absmax, divide, scale_shape
 from fewbits.formats.contract import Contract
+from fewbits.formats.description import Description
 from fewbits.formats.minifloat import E2M1
 from fewbits.formats.rounding import sum_in_order
 from fewbits.formats.scale_search import SHRINK, GivenScales, Grid, ScaleSearch, ascending, of_rows
@@ -73,6 +74,13 @@ class NVFP4Blocks(BlockFormat):
             largest_error=(1 + 2.0**-4) / 6,
             block=self.block,
             tensor_scale=True,
+            description=Description(
+                bits=4,
+                block=self.block,
+                stored="e4m3_divided" if self.divides else "e4m3",
+                whole_part=self.whole_scale,
+                **E2M1.described,
+            ),
             cuts=True,
             names={"compressed-tensors": "nvfp4-pack-quantized"} if self.divides else {},
             stored_as=parts if self.divides else {},

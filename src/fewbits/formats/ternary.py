@@ -19,6 +19,7 @@ from fewbits.formats.base import Packed
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import Block, to_blocks
 from fewbits.formats.contract import Contract
+from fewbits.formats.description import Description
 from fewbits.formats.rounding import round_to_integer
 
 _SMALLEST = 1e-5
@@ -39,7 +40,8 @@ class Ternary(BlockFormat):
 
     def promise(self) -> Contract:
         """See `Format.promise`: a value beyond the mean magnitude is cut to it, however large it is."""
-        return Contract(largest_error=1.0, block=self.block, cuts=True)
+        description = Description(bits=2, center=1, block=self.block)
+        return Contract(largest_error=1.0, block=self.block, description=description, cuts=True)
 
     @property
     def bits(self) -> int:

@@ -30,6 +30,7 @@ from fewbits.formats.base import Family, Packed, is_whole
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import Block
 from fewbits.formats.contract import Contract
+from fewbits.formats.description import Description
 
 _FACTOR, _TERM = 34038481, 76625530
 _DEVIATION = 147.8
@@ -81,7 +82,19 @@ class Trellis(BlockFormat):
 
     def promise(self) -> Contract:
         """See `Format.promise`: of one value nothing is sure, for its neighbours have a say in it."""
-        return Contract(largest_error=1.0, block=self.block, exact_scale=False, cuts=True, again="nothing")
+        described = None
+        if self.block[1] % 8 == 0 and self.state_bits <= 8 * self.code_bits:
+            described = Description(
+                bits=self.code_bits, kind="trellis", state_bits=self.state_bits, block=self.block
+            )
+        return Contract(
+            largest_error=1.0,
+            block=self.block,
+            description=described,
+            exact_scale=False,
+            cuts=True,
+            again="nothing",
+        )
 
     def rounded(self, x: Blocks) -> dict[str, Tensor]:
         """See `BlockFormat.rounded`."""
