@@ -35,7 +35,7 @@ def _run(*words: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def build(folder: Path, source: str, wrapper: str, defines: Sequence[tuple[str, int]]) -> ctypes.CDLL:
+def build(folder: Path, source: str, wrapper: str, defines: Sequence[tuple[str, int | str]]) -> ctypes.CDLL:
     """The wrapper around a kernel's source as a library; built once for the same macros in a folder."""
     macros = [f"-D{k}={v}" for k, v in defines] + [f'-DSOURCE="{KERNELS / source}"', f"-I{KERNELS}"]
     name = hashlib.sha256(" ".join([wrapper, *macros]).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fewbits.formats import E4M3, E4M3_ROW, INT8, MXFP4, NF4, STOCHASTIC, TERNARY_ROW, Format
-from fewbits.kernels.codec.dequantize_triton import has_kernel
+from fewbits.kernels.codec.dequantize import has_kernel
 from fewbits.models.packing.convert import convert, explain
 from fewbits.recipes import QAT, Recipe, Rule
 from tests.every_format import every_format

@@ -33,8 +33,15 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats import FORMATS
 from fewbits.formats.base import Format, Packed, format_from_config
-from fewbits.kernels.codec import dequantize_cuda
-from fewbits.kernels.codec.dequantize_triton import FLOAT8, DecodeTile, launch_kernel, matrix_of, takes
+from fewbits.kernels.codec import dequantize_cuda, dequantize_described
+from fewbits.kernels.codec.dequantize_triton import (
+    FLOAT8,
+    DecodeTile,
+    has_triton_kernel,
+    launch_kernel,
+    matrix_of,
+    takes,
+)
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.kernels.launch.ops import one_by_one, passes_dispatcher
 
@@ -45,16 +52,23 @@ def dequantize_ref(
     packed: Packed, dtype: torch.dtype, transposed: bool = False, inverse_scale: Tensor | None = None
 ) -> Tensor:
     """The formula above through the format's own `dequantize`; see `dequantize` for the arguments."""
-    if dtype not in FLOAT8 and inverse_scale is None:
-        w = packed.dequantize(dtype)
-    else:
-        w = packed.dequantize(torch.float32)
-        if inverse_scale is not None:
-            R, C = inverse_scale.shape
-            rows = w.view(prod(packed.shape[:-1]), packed.shape[-1])
-            tiles = rows.view(R, rows.shape[0] // R, C, rows.shape[1] // C)
-            w = (tiles * inverse_scale.view(R, 1, C, 1)).view(w.shape)
-        w = w.clamp(-_largest(dtype), _largest(dtype)).to(dtype) if dtype in FLOAT8 else w.to(dtype)
+    w = packed.dequantize(_first_dtype(dtype, inverse_scale))
+    return _finished(w, dtype, transposed, inverse_scale)
+
+
+def _first_dtype(dtype: torch.dtype, inverse_scale: Tensor | None) -> torch.dtype:
+    """What values are decoded to before the rest of the formula: the result's own where there is no rest."""
+    return torch.float32 if dtype in FLOAT8 or inverse_scale is not None else dtype
+
+
+def _finished(w: Tensor, dtype: torch.dtype, transposed: bool, inverse_scale: Tensor | None) -> Tensor:
+    """What follows the product by the scale, for decoded values (..., K) of `_first_dtype`."""
+    if inverse_scale is not None:
+        R, C = inverse_scale.shape
+        rows = w.view(prod(w.shape[:-1]), w.shape[-1])
+        tiles = rows.view(R, rows.shape[0] // R, C, rows.shape[1] // C)
+        w = (tiles * inverse_scale.view(R, 1, C, 1)).view(w.shape)
+    w = w.clamp(-_largest(dtype), _largest(dtype)).to(dtype) if dtype in FLOAT8 else w.to(dtype)
     return w.t().contiguous() if transposed else w
 
 
@@ -95,6 +109,8 @@ def launch_named(
 ) -> None:
     """`launch` for parts (each of any shape) by name; ``out`` and ``inverse_scale`` as there."""
     if not takes(format, shape, out):
+        if _by_description(named, format, shape, inverse_scale, out, transposed):
+            return
         packed = Packed(format, shape, out.dtype, named)
         out.copy_(dequantize_ref(packed, out.dtype, transposed, inverse_scale).view(out.shape))
         return
@@ -108,6 +124,38 @@ def launch_named(
     ):
         return
     launch_kernel(named, format, shape, inverse_scale, out, transposed, tile)
+
+
+def _by_description(
+    named: Mapping[str, Tensor],
+    format: Format,
+    shape: tuple[int, ...],
+    inverse_scale: Tensor | None,
+    out: Tensor,
+    transposed: bool,
+) -> bool:
+    """`launch_named` by the kernel that is generated from the format's description; False where it is not.
+
+    Transposed and 8-bit results are made of dense ones; ``inverse_scale`` is None or (R, C).
+    """
+    dtype = _first_dtype(out.dtype, inverse_scale)
+    fits = prod(shape) > 0 and dequantize_described.is_described(format, shape)
+    if not (fits and dequantize_described.can_launch(out, dtype)):
+        return False
+    if not all(part.is_contiguous() for part in named.values()):
+        return False
+    if dtype == out.dtype and not transposed and inverse_scale is None and out.stride(-1) == 1:
+        dequantize_described.launch(format, named, shape, out)
+        return True
+    dense = torch.empty(shape, dtype=dtype, device=out.device)
+    dequantize_described.launch(format, named, shape, rows_of(dense))
+    out.copy_(_finished(dense, out.dtype, transposed, inverse_scale).view(out.shape))
+    return True
+
+
+def has_kernel(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether a GPU decodes a tensor of ``shape`` (..., K) by a kernel, not by the format's definition."""
+    return has_triton_kernel(format, shape) or dequantize_described.is_described(format, shape)
 
 
 # 4. The ops: on a CPU they run the definition, on CUDA the kernel.

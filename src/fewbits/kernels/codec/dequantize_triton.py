@@ -229,11 +229,11 @@ def takes(format: Format, shape: tuple[int, ...], out: Tensor) -> bool:
     """
     if out.dtype not in KERNEL_DTYPES or (out.dtype in FLOAT8 and not converts_float8(out)):
         return False
-    return has_kernel(format, shape)
+    return has_triton_kernel(format, shape)
 
 
-def has_kernel(format: Format, shape: tuple[int, ...]) -> bool:
-    """Whether a GPU decodes a tensor of ``shape`` (..., K) by the kernel, to a dtype that it writes."""
+def has_triton_kernel(format: Format, shape: tuple[int, ...]) -> bool:
+    """Whether a GPU decodes a tensor of ``shape`` (..., K) by this kernel, to a dtype that it writes."""
     return _layout_of(format, shape) is not None and matrix_of(shape)[1] < 2**31
 
 

@@ -25,6 +25,7 @@ from fewbits.kernels.launch.grid import check_grid
 from fewbits.kernels.launch.jit import triton
 
 Defines = tuple[tuple[str, int], ...]
+Macros = tuple[tuple[str, int | str], ...]  # a Defines is one; lists of numbers are text
 _KERNELS = Path(__file__).parents[1]  # a source is named by its path from here: "stochastic/lookup.cu"
 _DYNAMIC_SHARED_BYTES = 48 * 1024  # above, a kernel must ask first
 _PORTABLE_CLUSTER = 8  # blocks; a GPU may allow more, and has to be asked
@@ -47,7 +48,7 @@ def missing() -> str | None:
 
 
 @lru_cache(maxsize=64)
-def cubin(source: str, defines: Defines, capability: int) -> bytes:
+def cubin(source: str, defines: Macros, capability: int) -> bytes:
     """Machine code of a file of this package for ``sm_{capability}``; needs no GPU.
 
     From the user's cache folder if an earlier process left it there; a folder that cannot be read or written
@@ -111,7 +112,7 @@ def _compiled(source: str, options: list[str]) -> bytes:
 def kernel(
     source: str,
     name: str,
-    defines: Defines,
+    defines: Macros,
     device: int,
     shared_bytes: int,
     *,
@@ -143,7 +144,7 @@ def kernel(
 
 
 @lru_cache(maxsize=256)
-def _module(source: str, defines: Defines, device: int, capability: int) -> Any:
+def _module(source: str, defines: Macros, device: int, capability: int) -> Any:
     driver = _bindings("driver")
     torch.cuda.current_stream(device).synchronize()  # the device's context exists and is current
     return _checked(driver.cuModuleLoadData(cubin(source, defines, capability)), "cuModuleLoadData")

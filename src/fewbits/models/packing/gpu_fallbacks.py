@@ -15,7 +15,7 @@ from torch import nn
 
 from fewbits.decoder.parts import FLOAT8
 from fewbits.formats.base import Format
-from fewbits.kernels.codec.dequantize_triton import has_kernel
+from fewbits.kernels.codec.dequantize import has_kernel
 from fewbits.kernels.codec.quantize_triton import takes
 from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.kernels.stochastic.codes import without_tables
