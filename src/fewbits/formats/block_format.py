@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Format, Packed, PartSpec
 from fewbits.formats.bits import pack_bits, packed_size, unpack_bits
-from fewbits.formats.blocks import Block, from_blocks, packed_nothing, scale_shape, to_blocks
+from fewbits.formats.blocks import Block, from_blocks, own_memory, packed_nothing, scale_shape, to_blocks
 from fewbits.formats.rounding import random_uniform
 
 
@@ -88,7 +88,8 @@ class BlockFormat(Format):
         blocks = to_blocks(x.detach(), self.block)
         uniform = None if seed is None else to_blocks(random_uniform(shape, seed, x.device), self.block)
         parts = self.rounded(Blocks(blocks, uniform, shape, absmax))
-        parts["codes"] = self.to_bytes(from_blocks(parts["codes"], shape or (1,), self.block))
+        codes = self.to_bytes(from_blocks(parts["codes"], shape or (1,), self.block))
+        parts["codes"] = own_memory(codes)
         layout = self.layout(shape)
         return Packed(self, shape, x.dtype, {n: parts[n].reshape(s.shape) for n, s in layout.items()})
 

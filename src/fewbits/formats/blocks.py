@@ -100,6 +100,14 @@ def from_blocks(blocks: Tensor, shape: tuple[int, ...], block: Block) -> Tensor:
     return blocks.reshape(shape).contiguous()
 
 
+def own_memory(x: Tensor) -> Tensor:
+    """x of any shape, or a copy where it is a part of more memory, such as blocks that were filled up.
+
+    What is stored holds all of that memory, and safetensors refuses it.
+    """
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
 def divide(x: Tensor, divisor: float) -> Tensor:
     """x / divisor, rounded once on every device; for a Python number CUDA multiplies by its inverse.
 

@@ -104,7 +104,7 @@ def quantize_dynamic(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     scaled = blocks * (1.0 / absmax)[:, None]
     grid = ((scaled.clamp_(-1, 1) + 1.0) * (0.5 * _SCALE_GRID) + 0.5).nan_to_num_(0.0).floor_()
     # a block of zeros (0 / 0 is NaN) takes code 0, not that of 0.0; its scale is 0 anyway
-    return scale_codes(x.device).index_select(0, grid.to(torch.int32).view(-1))[:n], absmax
+    return scale_codes(x.device).index_select(0, grid.view(-1)[:n].to(torch.int32)), absmax
 
 
 @keep_tables(maxsize=16)

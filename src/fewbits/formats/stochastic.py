@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Format, Packed, PartSpec
-from fewbits.formats.blocks import from_blocks, packed_nothing, scale_shape, to_blocks
+from fewbits.formats.blocks import from_blocks, own_memory, packed_nothing, scale_shape, to_blocks
 from fewbits.formats.contract import Contract
 from fewbits.formats.rounding import random_uniform, round_to_integer
 from fewbits.formats.streams import (
@@ -348,7 +348,9 @@ class Stochastic(Format):
             None if seed is None else to_blocks(random_uniform(shape, seed, x.device), (1, self.chunk_d))
         )
         codes = round_to_integer(scaled, uniform).clamp_(-self.max_code, self.max_code)
-        codes = from_blocks(codes.nan_to_num_(0.0).to(torch.int8), shape or (1,), (1, self.chunk_d))
+        codes = own_memory(
+            from_blocks(codes.nan_to_num_(0.0).to(torch.int8), shape or (1,), (1, self.chunk_d))
+        )
         return Packed(
             self, shape, x.dtype, {"codes": codes, "scales": scales.reshape(layout["scales"].shape)}
         )
