@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.formats import INT8, NF4
 from fewbits.host.spec import spec_for
 from fewbits.models.adapting.adapters import get_peft_model, load_adapter, resolve_targets
@@ -238,6 +238,24 @@ def test_merging_into_plain_weights_equals_peft() -> None:
     theirs = theirs.merge_and_unload()
     assert torch.equal(merged.model.layers[1].mlp.up_proj.weight, theirs.model.layers[1].mlp.up_proj.weight)
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_an_adapter_with_the_same_settings_is_trained_on(trainable: bool, tmp_path: Path) -> None:
+    """As a script does that loads its adapter and runs its own lines again; PEFT had a bare ValueError."""
+    asked: dict[str, Any] = {"r": 4, "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 2}}
+    first = get_peft_model(packed(), **asked)
+    first.base_model.model.model.layers[0].mlp.up_proj.lora_B["default"].weight.data.fill_(0.05)
+    first.save_pretrained(tmp_path)
+    model = load_adapter(packed(), tmp_path, is_trainable=trainable)
+    again = get_peft_model(model, **asked, seed=3)
+    assert again is model and "is trained on" in model.get_base_model().fewbits_notes[-1]
+    assert torch.equal(again(tokens()).logits, first(tokens()).logits)
+    trains = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (first, again)]
+    assert trains[0] == trains[1] and trains[0]
+    with pytest.raises(BadInput, match="'default' with lora_alpha=16, and 32 is asked for"):
+        get_peft_model(model, **asked, lora_alpha=32)
+    assert set(get_peft_model(model, LoRA(r=8), adapter_name="other").peft_config) == {"default", "other"}
 
 
 def test_targets_that_match_nothing_are_listed() -> None:

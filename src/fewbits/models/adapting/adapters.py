@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fewbits.decoder.fuse import fusion_of
-from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import READ_PAST
 from fewbits.host.record import add_notes, notes_of
@@ -66,7 +66,8 @@ def get_peft_model(
     """Wrap ``model`` with LoRA adapters.
 
     Args:
-        model: a model, converted or not; a PeftModel gets one more adapter.
+        model: a model, converted or not; a PeftModel gets one more adapter, or trains the one of that name on
+            if it has the very settings asked for.
         lora: a `LoRA` (such as ``recipe.lora``), a ``peft.LoraConfig``, which stays as it is, or None: the
             defaults of `LoRA`.
         adapter_name: the adapter's name.
@@ -80,6 +81,7 @@ def get_peft_model(
         A ``peft.PeftModel``.
 
     Raises:
+        BadInput: the model has an adapter of that name with other settings.
         SpecMismatch: a target matches nothing; the message lists what the model has.
         Unsupported: a variant of LoRA that changes packed weights.
     """
@@ -91,6 +93,8 @@ def get_peft_model(
     targets = settings.get("target_modules", named)
     from_error = take_request(lora, settings)
     config, spec = lora_config(model, lora, **settings), _spec_or_none(model)
+    if isinstance(model, peft.PeftModel) and adapter_name in model.peft_config:
+        return _trained_on(model, config, adapter_name)
     told = told_of_all_linear(model, spec, config.target_parameters) if targets == "all-linear" else None
     if from_error:
         if spec is not None and spec.experts is not None and config.target_parameters:
@@ -112,6 +116,34 @@ def get_peft_model(
     if told is not None and told not in notes_of(model):
         add_notes(model, [told])
     return adapted
+
+
+_NO_SETTINGS = (  # fields of a configuration that say where it comes from, or follow from the model
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type",
+    "peft_version", "revision", "runtime_config", "task_type",
+)  # fmt: skip
+
+
+def _trained_on(model: Any, config: Any, adapter_name: str) -> Any:
+    """The model, whose adapter of that name is there already, made ready to train it."""
+    own = model.peft_config[adapter_name]
+    for name, value in vars(config).items():
+        new, old = _as_written(value), _as_written(getattr(own, name, None))
+        if not name.startswith("_") and name not in _NO_SETTINGS and new != old:
+            raise BadInput(
+                f"this model has an adapter {adapter_name!r} with {name}={old!r}, and {new!r} is asked for;"
+                " leave get_peft_model out to train it on, merge it first (merge_and_unload), or add another"
+                " one with fewbits.get_peft_model(model, ..., adapter_name=...)."
+            )
+    model.set_adapter(adapter_name)
+    own.inference_mode = False
+    add_notes(model, [f"the adapter {adapter_name!r} was there with these settings, and is trained on"])
+    return model
+
+
+def _as_written(value: Any) -> Any:
+    """A setting as it is equal to the one that was written into a file and read again."""
+    return sorted(value) if isinstance(value, (set, list, tuple)) else value
 
 
 @contextmanager
