@@ -11,9 +11,10 @@ rounds
 * fake-quantised base: the effective weight is rounded as a whole, ``Q(W + s B A)``, so that merging and then
   packing changes nothing.
 
-DoRA and other variants that read the base weight stay with PEFT's own layers, over packed bases too
-(`fewbits.models.adapting.adapters`, `fewbits.nn.decoded_weight`). A layer of this kind to which one is added
-computes as PEFT's does from then on.
+Variants that read the base weight stay with PEFT's own layers, over packed bases too
+(`fewbits.models.adapting.adapters`, `fewbits.nn.decoded_weight`), but for DoRA over packed bases: PEFT's
+layer unmerges by arithmetic, and would round once more. A layer of this kind with a variant computes as
+PEFT's does.
 
 Importing this module imports peft.
 """

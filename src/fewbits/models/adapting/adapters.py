@@ -463,22 +463,27 @@ def _check_parameters(config: Any, model: nn.Module) -> None:
 def _register(config: Any, model: nn.Module) -> None:
     """Tell PEFT, on this configuration alone, which layer class goes over which kind of linear.
 
-    What the user has registered comes first. Variants of LoRA keep PEFT's own layers, which
-    read the weight: a packed one is decoded for them.
+    What the user has registered comes first. Variants of LoRA keep PEFT's own layers, which read the weight:
+    a packed one is decoded for them. DoRA over packed linears alone has our layer, which computes as PEFT's
+    and gives back every bit when it is unmerged.
     """
     from fewbits.nn.lora import lora_layer
     from fewbits.nn.lora_experts import LoRAExperts
 
     variant = variant_of(config)
+    ours: dict[Any, Any] = {}
     if variant is None:
-        users = config._custom_modules or {}
-        ours: dict[Any, Any] = dict.fromkeys((QuantizedLinear, FakeQuantizedLinear, nn.Linear), lora_layer)
+        ours = dict.fromkeys((QuantizedLinear, FakeQuantizedLinear, nn.Linear), lora_layer)
         ours[QuantizedExperts] = LoRAExperts
-        config._custom_modules = None
-        # PEFT takes the first kind that fits
-        config._register_custom_module({**users, **{k: v for k, v in ours.items() if k not in users}})
-        return
-    check_variant(variant, {type(module) for module in model.modules()})
+    else:
+        check_variant(variant, {type(module) for module in model.modules()})
+        if variant == "use_dora":
+            ours[QuantizedLinear] = lora_layer
+    users = config._custom_modules or {}
+    config._custom_modules = None
+    # PEFT takes the first kind that fits
+    if both := {**users, **{k: v for k, v in ours.items() if k not in users}}:
+        config._register_custom_module(both)
 
 
 def _last(name: str) -> str:
