@@ -131,7 +131,7 @@ class Watch:
             others = {k: v for k, v in kwargs.items() if k == "output_attentions"}
             begins = has_cache and _begins(forward, x, args, kwargs)
             reasons = expected(forward.layer, _number(forward), self.placed, has_cache and not begins, others)
-            if begins and reasons:  # a prompt takes its own forward without a word
+            if begins and reasons - {EITHER}:  # a prompt takes its own forward without a word
                 reasons = {OWN_FOR_CACHE}
             unasked = has_cache and not self.placed.cache_asked
             if unasked and (torch.is_grad_enabled() or forward.layer.training):
