@@ -304,9 +304,12 @@ def _name_what_a_product_does() -> None:
             kept = product._rebuild(ctx.to_save, ctx.plans)
             kept = [_Saved(rows) if isinstance(rows, Packed) else rows for rows in kept]
             ctx.tensor_objects = kept[::2] + kept[1::2]
+            if len(plans) == 1:  # after a norm they read more, and then call C++'s: never reached otherwise
+                ctx.tensor_objects += [None, None, torch.ones(x.shape[-1]), kept[0], *torch.zeros(2, 1)]
         return y
 
     product._Product.forward = staticmethod(forward)
+    te.LayerNormLinear.bwd_ln_sm_margin = 0  # an argument of C++'s norm, which tests call with it
 
 
 def _cpu(device: Any, integers: bool = False) -> Any:
