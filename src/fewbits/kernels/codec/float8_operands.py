@@ -262,8 +262,11 @@ def multiplier_and_scale(
         (1,) and (1,), float32.
     """
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
-    run_op = _cuda_one_scale if passes_dispatcher(amax) else _one_scale
-    run_op(amax, dtype, power_of_two, epsilon, multiplier, scale)
+    if amax.device.type == "cpu":
+        _write_multiplier(amax, dtype, power_of_two, epsilon, multiplier, scale)
+        return multiplier, scale
+    launch = _cuda_one_scale if passes_dispatcher(amax) else _one_scale
+    launch(amax, dtype, power_of_two, epsilon, multiplier, scale)
     return multiplier, scale
 
 

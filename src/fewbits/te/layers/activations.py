@@ -54,7 +54,7 @@ def activated(x: Tensor, name: str, params: Mapping[str, float]) -> Tensor:
         params: "limit" (7), "alpha" (1.702) and "glu_linear_offset" (1) of "clamped_swiglu".
     """
     if name in _PLAIN:
-        by_torch = x.is_cuda and name in _ROUNDED_ONCE
+        by_torch = x.device.type == "cuda" and name in _ROUNDED_ONCE
         return _PLAIN[name](x) if by_torch else _PLAIN[name](x.float()).to(x.dtype)
     gate, line = x.float().chunk(2, dim=-1)
     if name == "clamped_swiglu":

@@ -28,7 +28,9 @@ def normalized(
     """
     shape = list(weight.shape)
     one_dtype = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    if x.is_cuda and one_dtype and not zero_centered:  # torch's own round once there, to the same bits
+    if (
+        x.device.type == "cuda" and one_dtype and not zero_centered
+    ):  # torch's own round once there, to the same bits
         if kind == "LayerNorm":
             return F.layer_norm(x, shape, weight, bias, eps)
         return F.rms_norm(x, shape, weight, eps)
