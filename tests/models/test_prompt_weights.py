@@ -186,7 +186,7 @@ def test_only_where_half_of_the_free_memory_holds_them(monkeypatch: pytest.Monke
     need = sum(count for layer in fused_layers(model) for _, count in layer.parts.float8_weights())
     for free, stays in ((2 * need, True), (2 * need - 1, False)):
         model = for_inference()
-        monkeypatch.setattr(prompt_weights, "_free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(prompt_weights, "free_bytes", lambda device, free=free: free)
         read(model, ids)
         said = str(fewbits.explain(model))
         assert (held(model) == need) == stays and (held(model) == 0) == (not stays)

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
+from fewbits.host.memory import free_bytes
 from fewbits.host.receipt import Receipt
 from fewbits.words import size
 
@@ -52,7 +52,7 @@ class PromptWeights:
         if not needed:
             self.stay = False
             return
-        free = {device: _free_bytes(device) for device in needed}
+        free = {device: free_bytes(device) for device in needed}
         self.stay = all(needed[device] <= _MOST * free[device] for device in needed)
         sizes = f"{size(needed.total())}, where {size(sum(free.values()))} were free"
         if self.stay:
@@ -83,11 +83,3 @@ class PromptWeights:
         self._line = f"float8 values of weights {said}" if said else ""
         if said:
             receipt.notes.append(self._line)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Bytes that new tensors may take."""
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
