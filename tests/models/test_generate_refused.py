@@ -55,7 +55,7 @@ def test_a_batch_that_does_not_fit_says_how_many_would(monkeypatch: pytest.Monke
     model = model_of("llama")
     config = model.config
     each = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * (9 + 30)
-    monkeypatch.setattr(careful_generate, "free_bytes", lambda _: 3 * each + 1)
+    monkeypatch.setattr(careful_generate, "free_share", lambda _: 3 * each + 1)
 
     def full(self: Any, inputs: Any = None, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")

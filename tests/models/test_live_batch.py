@@ -10,7 +10,7 @@ import torch
 import fewbits
 from fewbits.errors import BadInput, NotFinite
 from fewbits.models.fast import with_methods
-from fewbits.models.generation import step as decode_step
+from fewbits.models.generation import step_products
 from fewbits.models.generation.live import answers as live
 from fewbits.models.generation.live import step_slots
 from fewbits.models.generation.live.answers import Report, answers
@@ -118,7 +118,7 @@ def test_equal_prompts_are_read_once_and_long_ones_in_pieces(monkeypatch: pytest
 
 
 def test_a_long_prompt_does_not_stall_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eleven pieces of it and the short prompt again: at most four between two steps of a text that waits."""
+    """Eleven pieces of it: at most four between two steps of a text that waits."""
     model, asked = model_of("llama"), {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     monkeypatch.setitem(live._PIECE_TOKENS, "cpu", 8)
     short, long = (Row(i, tuple(tokens(1, n, seed=i)[0].tolist())) for i, n in enumerate((5, 88)))
@@ -130,7 +130,7 @@ def test_a_long_prompt_does_not_stall_the_others(monkeypatch: pytest.MonkeyPatch
     texts = {t.row.index: t for t in answers(model, [short, long, *more], asked, slots=6)}
     first = lengths.index(8)
     pieces = "".join("p" if n > 1 else "s" for n in lengths[first:])
-    assert pieces.count("p") == 12 and max(map(len, pieces.split("s"))) == 4
+    assert pieces.count("p") == 11 and max(map(len, pieces.split("s"))) == 4
     for row in (short, long):
         assert texts[row.index].tokens == alone(model, row, asked)
 
@@ -150,17 +150,16 @@ def test_prompts_read_together_give_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("look_every", [1, 5])
-@pytest.mark.parametrize("many", [False, True])
-def test_the_same_over_decodings_kernels(
-    look_every: int, many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("many", ["", "weights stay", "weights are decoded"])
+def test_the_same_over_decodings_kernels(look_every: int, many: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By their definitions: each row at its own position, adapters unmerged, fewer rows at the end."""
     on_a_cpu(monkeypatch)
     monkeypatch.setattr(live, "_LOOK_EVERY", look_every)
     monkeypatch.setattr(live, "_looks_seldom", lambda device: True)
     monkeypatch.setattr(step_slots, "_FEWEST", 1)
     if many:
-        monkeypatch.setattr(decode_step, "_FEWEST_FOR_THE_LIBRARY", 3)
+        monkeypatch.setattr(step_products, "_FEWEST_KEPT", 3 if many == "weights stay" else 1000)
+        monkeypatch.setattr(step_products, "_FEWEST_DECODED", 3)
     model = model_of("llama", dtype=torch.bfloat16)
     fewbits.convert(model, "qlora_nf4")
     model = fewbits.get_peft_model(model, r=4, target_modules="all-linear")

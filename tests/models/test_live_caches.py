@@ -181,7 +181,7 @@ def test_what_a_slot_takes_is_what_was_planned(kind: dict[str, Any]) -> None:
 def test_few_bits_let_more_texts_in(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama", head_dim=64, hidden_size=128, dtype=torch.bfloat16)
     monkeypatch.setattr(live, "why_not", lambda model: "")  # the plan of the kernels
-    monkeypatch.setattr(live, "free_bytes", lambda device: 400_000)
+    monkeypatch.setattr(live, "free_share", lambda device: 400_000)
     plans: list[int] = []
     for kind in ("bfloat16", {**SMALL, "group": 64}):
         report = Report()

@@ -53,7 +53,7 @@ def test_without_memory_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model.generate(**prompt, **GREEDY)
     lengths = lengths_read(model, monkeypatch)
     monkeypatch.setattr(plan, "_ALWAYS_WHOLE", 1024)
-    monkeypatch.setattr(plan, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(plan, "free_share", lambda _: 0)
     assert torch.equal(model.generate(**prompt, **GREEDY), whole) and lengths == [256, 256, 188]
 
 

@@ -17,7 +17,7 @@ from fewbits.errors import BadInput
 from fewbits.families.shapes import head_dim
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.calls import option_of
-from fewbits.models.generation.live.plan import free_bytes, size_in_words
+from fewbits.models.generation.live.plan import free_share, size_in_words
 from fewbits.models.generation.loop import with_loop
 from fewbits.models.generation.own_caches import check_own_cache
 
@@ -137,7 +137,7 @@ def _too_much(model: Any, ids: Tensor, arguments: dict[str, Any]) -> str:
     new = option_of(model, arguments, "max_new_tokens")
     end = ids.shape[1] + new if new else option_of(model, arguments, "max_length") or ids.shape[1]
     each = end * _bytes_per_token(model)
-    free = free_bytes(model.device)
+    free = free_share(model.device)
     fitting = min(free // max(each, 1), texts - 1)
     needs = f"keys and values of each take {size_in_words(each)}, and {size_in_words(free)} are free"
     return (

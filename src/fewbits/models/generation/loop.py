@@ -5,9 +5,8 @@ processors, stopping criteria and special tokens by then, so sampling, repetitio
 streamers, several answers a prompt and left padding are its own. This loop has the prompt read by the model
 itself, copies its keys and values into the step's cache, and replays the step's CUDA graph for every token.
 
-tokens.py chooses the tokens and looks whether texts have ended.
-
-What it does not take goes to transformers' own loop, with one line that says why, once for each reason.
+tokens.py chooses the tokens and looks whether texts have ended. What this loop does not take
+goes to transformers' own, with one line that says why, once for each reason.
 """
 
 from __future__ import annotations
@@ -437,13 +436,15 @@ def _maker(
 ) -> Callable[[int], DecodeStep | ModelStep]:
     """What makes a step for so many tokens of each text."""
     state.no_kernels = state.no_kernels or why_not(model)
+    own = getattr(cache, "kind", None)
     if not state.no_kernels:
-        kind, names = getattr(cache, "kind", None), sorted({*rows})
-        return lambda room: DecodeStep(model, batch=batch, room=room, kv_cache=kind, adapters=names)
+        # The step stays between calls: a model that trains between them wants the memory itself.
+        keep = not any(p.requires_grad for p in model.parameters())
+        how: dict[str, Any] = {"kv_cache": own, "adapters": sorted({*rows}), "keep_decoded": keep}
+        return lambda room: DecodeStep(model, batch=batch, room=room, **how)
     if why_no_model_step(model):
         raise Unsupported(f"{state.no_kernels}.")
     state.say(state.no_kernels, "generate() decodes by a CUDA graph of the model's own modules")
-    own = getattr(cache, "kind", None)
     return lambda room: ModelStep(model, batch=batch, room=room, like=cache, kv_cache=own)
 
 

@@ -35,29 +35,29 @@ def why_not_cache(model: Any, kind: KVCache | None) -> str:
 
 
 def packed_layer(
-    step: Any, kind: KVCache, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int
+    step: Any, number: int, kind: KVCache, qkv: Tensor, attended: Tensor, rules: Rules
 ) -> tuple[PackedKeysValues, PackedAttention]:
     """The cache of one layer of a step, zeros, and the launch that attends to it and appends.
 
     Args:
         step: the step, whose positions and tables of the rotation the launch reads.
+        number: the layer's.
         kind: which formats.
         qkv: (batch, (heads + 2 kv_heads) D) float32.
         attended: (batch, heads D) in 16 bits: where the result goes.
         rules: how scores come about.
-        kv_heads: heads of keys.
 
     Raises:
         Unsupported: a format, head size or grouping that the kernel does not take.
     """
-    size = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
+    _, kv_heads, _, size = step.keys[number].shape
     cosines, sines = step.rotary_tables
     own = {"cosines": cosines, "sines": sines, "position": step.position, "first": step.first}
     if step.beside is None:
         stored = empty_cache(kind, (step.batch, kv_heads, step.room, size), step.dtype, step.device)
         cache = PackedKeysValues(kind, **stored, **own)
     else:
-        cache = replace(rows_of(step.beside.packed[len(step.keys)], slice(step.batch)), **own)
+        cache = replace(rows_of(step.beside.packed[number], slice(step.batch)), **own)
     return cache, PackedAttention(qkv, cache, attended, rules, early=step.early)
 
 

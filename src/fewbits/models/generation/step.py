@@ -18,7 +18,6 @@ few.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +32,8 @@ from fewbits.formats.base import Packed
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.spec import layer_names, locate, spec_for
 from fewbits.host.unwrap import unwrap
-from fewbits.kernels.generation.batch_rows import MOST_ROWS, BatchRows, Workspace
 from fewbits.kernels.generation.cut import max_rows
 from fewbits.kernels.generation.decode_attention import Cache, DecodeAttention, Rules, begins_inner
-from fewbits.kernels.generation.few_rows import FewRows
 from fewbits.kernels.generation.operands import (
     LowRankSum,
     Product,
@@ -50,12 +47,9 @@ from fewbits.models.generation.adapters_by_row import AdaptersByRow
 from fewbits.models.generation.branches import Reader, StepBranches, norm_of
 from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.packed_keys import packed_layer
-from fewbits.models.generation.products import ManyRows
-
-# Rows from which a product is one of a batch, and from which the library multiplies decoded weights. A step
-# of the 8B shape in NF4 on an H200, context 128: 2 rows by few_rows.py 2.69 ms, by batch_rows.py 2.98; 4 rows
-# 3.44 and 3.00; 128 rows by batch_rows.py, twice 64, 14.0, by the library 14.5.
-_FEWEST_OF_A_BATCH, _FEWEST_FOR_THE_LIBRARY = 3, 129
+from fewbits.models.generation.products import DecodedWeights
+from fewbits.models.generation.step_cache import StepCache
+from fewbits.models.generation.step_products import StepProducts, described
 
 
 def why_not(model: Any) -> str:
@@ -140,6 +134,7 @@ class DecodeStep:
         together: bool = False,
         kv_cache: KVCache | None = None,
         adapters: Sequence[str] = (),
+        keep_decoded: bool = True,
     ) -> None:
         """Make buffers and prepare all launches.
 
@@ -153,6 +148,7 @@ class DecodeStep:
                 and each sees those that stand before it.
             kv_cache: in which formats keys and values are kept; None: as the model computes them.
             adapters: names of those that rows can have (`choose`); (): the active one in all rows.
+            keep_decoded: whether decoded weights of many rows may stay, where there is memory for them.
 
         Raises:
             Unsupported: something in the model that the kernels do not take; the message says what.
@@ -160,6 +156,7 @@ class DecodeStep:
         spec = spec_for(model)
         self.batch, self.room, self.spec = batch, room, spec
         self.beside, self._together, self.kv_cache = beside, together, kv_cache
+        self.products: StepProducts
         if beside is not None and (kv_cache != beside.kv_cache or (together and kv_cache)):
             name = (kv_cache or beside.kv_cache or KVCache()).name
             raise Unsupported(f"guesses are verified over keys and values in 16 bits, not in {name}.")
@@ -175,9 +172,6 @@ class DecodeStep:
         self._calls: list[Callable[[], Tensor]] = []
         self.adapters = tuple(adapters)
         self._adapters = StepBranches(self.dtype, AdaptersByRow(self.adapters) if adapters else None)
-        self._workspace = Workspace(self.device)
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
         self.packed: dict[int, PackedKeysValues] = {}
         whole = {"dtype": torch.long, "device": self.device}
         self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
@@ -186,9 +180,17 @@ class DecodeStep:
         try:
             self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
             layers = [model.get_submodule(name) for name in layer_names(model, spec)]
+            self.cache = self._cache_of(layers)
+            self.keys, self.values = map(self._own_rows, (self.cache.keys, self.cache.values))
+            shared: DecodedWeights | None = None if beside is None else beside.products.decoded
+            self.products = StepProducts(
+                model, batch, self.dtype, self.device, early=self._early, decoded=shared, keep=keep_decoded
+            )
             head = self._head_of(model)
             for i, layer in enumerate(layers):
-                self._add_layer(layer, self._attention_inputs(layers[i + 1]) if i + 1 < len(layers) else head)
+                self._add_layer(
+                    i, layer, self._attention_inputs(layers[i + 1]) if i + 1 < len(layers) else head
+                )
             self.logits = self._buffer(head.parts[0].width, torch.float32)
             self._add_product(self._hidden, head, self.logits)
         except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
@@ -294,7 +296,7 @@ class DecodeStep:
         parts = [self._adapters.part(layer, path) for path in facts.inputs]
         return Reader(parts, norm_of(layer, norm.before_attention, self.spec))
 
-    def _add_layer(self, layer: nn.Module, after: Reader) -> None:
+    def _add_layer(self, number: int, layer: nn.Module, after: Reader) -> None:
         """Launches of a layer, behind which ``after`` reads the stream."""
         facts, norm = self.spec.attention, self.spec.norm
         assert facts is not None
@@ -314,25 +316,25 @@ class DecodeStep:
             k_norm=None if norm.key is None else norm_of(layer, norm.key, self.spec),
         )
         output = Reader([self._adapters.part(layer, facts.output)])
-        self._add_attention(qkv, attended, rules, kv_heads, output)
+        self._add_attention(number, qkv, attended, rules, output)
         inputs = self._mlp_inputs(layer)
         self._add_product(attended, output, self._hidden, add=True, after=inputs)
         self._add_mlp(layer, config, inputs, after)
 
     def _add_attention(
-        self, qkv: Tensor, attended: Tensor, rules: Rules, kv_heads: int, output: Reader
+        self, number: int, qkv: Tensor, attended: Tensor, rules: Rules, output: Reader
     ) -> None:
-        """Keys and values of one more layer, what attends to them, and begins what reads that."""
-        D = (qkv.shape[1] - attended.shape[1]) // (2 * kv_heads)
-        if self.kv_cache is not None and not rules.window:
-            packed, packed_call = packed_layer(self, self.kv_cache, qkv, attended, rules, kv_heads)
-            self.packed[len(self.keys)] = packed
-            self._add_cache((self.batch, kv_heads, 0, D))
+        """What attends to a layer's keys and values, appends to them, and begins what reads the result."""
+        keys, values = self.keys[number], self.values[number]
+        D = keys.shape[3]
+        kind = self._kind_of(rules.window)
+        if kind is not None:
+            packed, packed_call = packed_layer(self, number, kind, qkv, attended, rules)
+            self.packed[number] = packed
             self._calls.append(packed_call.launch)
             return
-        self._add_cache((self.batch, kv_heads, self.room, D))
-        cache = Cache(self.keys[-1], self.values[-1], self._cosines, self._sines, self.position, self.first)
-        begins = begins_inner(self.keys[-1], attended.shape[1] // D, output.ranks)
+        cache = Cache(keys, values, self._cosines, self._sines, self.position, self.first)
+        begins = begins_inner(keys, attended.shape[1] // D, output.ranks)
         begins = begins and self._one_call(output, output.padded)
         inner = self._adapters.begin(attended, output) if begins else None
         call = DecodeAttention(qkv, cache, attended, rules, early=self._early, after=inner)
@@ -345,16 +347,29 @@ class DecodeStep:
         if call.next_sums is not None:
             self._adapters.leave(attended, call.next_sums, output.ranks)
 
-    def _add_cache(self, shape: tuple[int, int, int, int]) -> None:
-        """Keys and values of one more layer: its own, or a part of those of the step beside."""
-        layer, beside = len(self.keys), self.beside
-        for mine, theirs in zip(*([s.keys, s.values] for s in (self, beside or self)), strict=True):
-            if beside is None:
-                mine.append(torch.zeros(shape, dtype=self.dtype, device=self.device))
-            elif self._together:
-                mine.append(theirs[layer][:1].expand(shape))
-            else:
-                mine.append(theirs[layer][: self.batch])
+    def _kind_of(self, window: int) -> KVCache | None:
+        """How a layer's keys and values are packed; None for those of a window, which stay in 16 bits."""
+        return None if window else self.kv_cache
+
+    def _cache_of(self, layers: Sequence[nn.Module]) -> StepCache:
+        """Keys and values of all layers in 16 bits; those in few bits have no room here."""
+        if self.beside is not None:
+            return self.beside.cache
+        facts, shapes = self.spec.attention, []
+        assert facts is not None
+        for layer in layers:
+            attention: Any = layer.get_submodule(facts.path)
+            config = attention.config
+            packed = self._kind_of(window_of(facts, config, attention)) is not None
+            room = 0 if packed else self.room
+            shapes.append((self.batch, config.num_key_value_heads, room, attention.head_dim))
+        return StepCache(shapes, self.dtype, self.device)
+
+    def _own_rows(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """Of each layer's keys or values the rows of this step, which may be fewer than the cache has."""
+        if self._together:
+            return [layer[:1].expand(self.batch, -1, -1, -1) for layer in whole]
+        return [layer[: self.batch] for layer in whole]
 
     def _mlp_inputs(self, layer: nn.Module) -> Reader:
         """What reads the stream behind attention."""
@@ -412,7 +427,7 @@ class DecodeStep:
         weights = [part.weight for part in parts]
         sizes = {w.shape[0] for w in weights} if activation else {sum(w.shape[0] for w in weights)}
         if sizes != {out.shape[1]} or {w.shape[1] for w in weights} != {x.shape[1]}:
-            raise Unsupported(f"{_described(weights[0])} are not of the sizes that the config gives.")
+            raise Unsupported(f"{described(weights[0])} are not of the sizes that the config gives.")
         groups = (
             [list(range(len(parts)))] if activation or _alike(weights) else [[i] for i in range(len(parts))]
         )
@@ -420,7 +435,7 @@ class DecodeStep:
         for group in groups:
             chosen = [weights[i] for i in group]
             columns = out.shape[1] if len(groups) == 1 else chosen[0].shape[0]
-            make, rows = self._product_of(chosen)
+            make, rows = self.products.of(chosen)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
                 product = Product(
@@ -440,27 +455,15 @@ class DecodeStep:
                     self._adapters.leave(out, call.next_sums, after.ranks)
             begin += columns
 
-    def _product_of(self, weights: Sequence[Packed | Tensor]) -> tuple[Callable[[Product], Any], int]:
-        """What makes a call of a product with these weights, and for how many rows at a time."""
-        rows = min(max_rows(w) for w in weights)
-        if rows == 0:
-            raise Unsupported(f"the kernel for few rows does not read {_described(weights[0])}.")
-        if self.batch >= _FEWEST_FOR_THE_LIBRARY:
-            return partial(ManyRows, dtype=self.dtype), self.batch
-        if self.batch >= _FEWEST_OF_A_BATCH:
-            return partial(BatchRows, workspace=self._workspace, early=self._early), MOST_ROWS
-        return partial(FewRows, early=self._early), rows
-
     def _inner_values(self, x: Tensor, reader: Reader) -> list[LowRankSum | None]:
         """The branches with their inner values ``x A^T``, of the product itself or of a launch in front."""
         if not reader.branches:
             return [None] * len(reader.parts)
         inner = self._buffer(sum(reader.ranks), torch.float32)
-        by_batch_rows = _FEWEST_OF_A_BATCH <= self.batch < _FEWEST_FOR_THE_LIBRARY
-        beside = by_batch_rows and takes_inner(x) and self._adapters.by_row is None
+        beside = self.products.by_batch_rows and takes_inner(x) and self._adapters.by_row is None
         branches, weights = self._adapters.whole(reader, inner, beside)
         if not beside:
-            make, rows = self._product_of(weights)
+            make, rows = self.products.of(weights)
             for m in range(0, self.batch, rows):
                 cut = slice(m, m + rows)
                 self._calls.append(make(Product(x[cut], weights, inner[cut], norm=reader.norm)).launch)
@@ -471,11 +474,6 @@ class DecodeStep:
 def _alike(weights: Sequence[Packed | Tensor]) -> bool:
     kinds = {w.format if isinstance(w, Packed) else w.dtype for w in weights}
     return len(kinds) == 1 and len(weights) <= 3
-
-
-def _described(weight: Packed | Tensor) -> str:
-    kind = weight.format.name if isinstance(weight, Packed) else str(weight.dtype)
-    return f"weights of {tuple(weight.shape)} in {kind}"
 
 
 def rope_kind(model: Any) -> str:

@@ -15,7 +15,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.calls import option_of, other_way, speculates
 from fewbits.models.generation.live.batch import LiveBatch
-from fewbits.models.generation.live.plan import SlotPlan, check_slots, free_bytes, plan_slots
+from fewbits.models.generation.live.plan import SlotPlan, check_slots, free_share, plan_slots
 from fewbits.models.generation.live.prompts import Prompts, Read
 from fewbits.models.generation.live.row_adapters import RowAdapters
 from fewbits.models.generation.live.rows import Request, Row, Text, is_from_transformers, request_of
@@ -198,7 +198,7 @@ def _batch(
     each = size_of_slot(first, packed_layers(model, kind, len(first.keys)), kind, decoded=bool(reason))
     # The longest prompt is read in 16 bits, beside the slots.
     reading = (max(len(row.ids) for row in rows) - first.length) * first.bytes_per_token
-    report.plan = plan_slots(lengths, each, free_bytes(device) - reading, at_a_time)
+    report.plan = plan_slots(lengths, each, free_share(device) - reading, at_a_time)
     room = report.plan.room + look_every
     slots = _kernels(model, around, (report.plan.slots, room), first, reason)
     if slots is None:
@@ -262,7 +262,7 @@ def _one_by_one(
         tokens = getattr(out, "sequences", out)[0, len(row.ids) :].tolist()
         ended = bool(tokens) and tokens[-1] in request.ends
         full = "length" if len(tokens) >= request.limit else "stop"
-        yield Text(row, request, tokens, None, "end" if ended else full)
+        yield Text(row, request, tokens, [], "end" if ended else full)
 
 
 @contextmanager

@@ -3,8 +3,10 @@
     for text in LiveBatch(slots, prompts, settings).run(rows):   # in the order in which they end
 
 Between two looks at the tokens, `look_every` steps run without the host: what a text makes behind its end
-is dropped. Reading prompts goes on beside it, one forward a look, or while fewer than half of the slots are
-in use as many as read four pieces of a long prompt: texts that are being made never wait for all of it.
+is dropped. While the device is busy with them the host sets out to read the prompts that come next, one
+forward a look, so that the device need not wait for the host in between. While fewer than half of the
+slots are in use it reads more, up to four pieces of a long prompt: texts that are being made never wait for
+all of it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from fewbits.models.generation.live.prompts import Prompts
+from fewbits.models.generation.live.prompts import Prompt, Prompts
 from fewbits.models.generation.live.rows import Request, Row, Text, chosen
 from fewbits.models.generation.live.slots import Slots
 
@@ -44,7 +47,7 @@ class LiveBatch:
             self._join(waiting)
             yield from self._ended()
             if self.texts:
-                self._advance()
+                self._advance(waiting)
                 yield from self._ended()
 
     def _join(self, waiting: deque[Row]) -> None:
@@ -57,8 +60,7 @@ class LiveBatch:
                 enough = 2 * len(self.texts) >= self.slots.count or (self.texts and tokens_read >= most)
                 if turns and enough:
                     break
-                free = self.slots.count - len(self.texts)
-                self.prompts.turn([row.prompt for row, _ in zip(waiting, range(free), strict=False)])
+                self.prompts.turn(self._next_prompts(waiting))
                 turns, tokens_read = turns + 1, tokens_read + self.prompts.tokens_of_turn
                 continue
             text = Text(waiting[0], self.request_of(waiting.popleft()))
@@ -71,7 +73,18 @@ class LiveBatch:
             for text, token, why in zip(texts, tokens.tolist(), trouble.tolist(), strict=True):
                 text.take(token, why)
 
-    def _advance(self) -> None:
+    def _next_prompts(self, waiting: deque[Row]) -> list[Prompt]:
+        """Those of as many rows as there are slots, in the order in which they are wanted."""
+        return [row.prompt for row, _ in zip(waiting, range(self.slots.count), strict=False)]
+
+    def _read_ahead(self, waiting: deque[Row]) -> None:
+        """One forward towards prompts of rows that may join at the next look."""
+        following = self._next_prompts(waiting)
+        soon = following[: max(len(self.texts) // 4, 1)]
+        if any(prompt not in self.prompts.ready for prompt in soon):
+            self.prompts.turn(following)
+
+    def _advance(self, waiting: deque[Row]) -> None:
         """Some steps of all texts, and one look at what they made."""
         texts = self.texts
         every = 1 if any(text.request.has_to_see_every_token for text in texts) else self.look_every
@@ -83,7 +96,10 @@ class LiveBatch:
             tokens_of_steps.append(tokens)
             troubles.append(trouble)
         self.steps, self.filled = self.steps + every, self.filled + every * len(texts)
-        columns = torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(troubles, 1)]).tolist()
+        arrived = _on_the_way(torch.stack([torch.stack(tokens_of_steps, 1), torch.stack(troubles, 1)]))
+        if self.look_every > 1:  # the host has time until the steps have run
+            self._read_ahead(waiting)
+        columns = arrived().tolist()
         for text, new, reasons in zip(texts, *columns, strict=True):
             for token, why in zip(new, reasons, strict=True):
                 text.take(token, why)
@@ -98,3 +114,18 @@ class LiveBatch:
                 self.slots.move(len(self.texts), slot)
                 self.texts[slot] = last
         yield from ended
+
+
+def _on_the_way(tensor: Tensor) -> Callable[[], Tensor]:
+    """Set out to copy a tensor of any shape to the host; a call that waits for it."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    on_host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def arrived() -> Tensor:
+        there.synchronize()
+        return on_host
+
+    return arrived

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import psutil
 import torch
 
 from fewbits.errors import BadInput
+from fewbits.host.memory import free_bytes
 
 MOST_SLOTS = 256
 _ALWAYS_WHOLE = 8192  # tokens of a forward, for which nobody asks how much memory is free
@@ -45,14 +45,9 @@ class SlotPlan:
     bytes: int
 
 
-def free_bytes(device: torch.device) -> int:
-    """What new tensors may take on a device, with a share left for everything else."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = psutil.virtual_memory().available
-    return int(free * _SHARE.get(device.type, 0.5))
+def free_share(device: torch.device) -> int:
+    """What keys and values may take on a device, with a share left for everything else."""
+    return int(free_bytes(device) * _SHARE.get(device.type, 0.5))
 
 
 def fitting_piece(model: Any, batch: int, length: int) -> int:
@@ -67,7 +62,7 @@ def fitting_piece(model: Any, batch: int, length: int) -> int:
     hidden = config.hidden_size
     width = getattr(config, "intermediate_size", None) or 4 * hidden
     each = (4 * width + 8 * hidden) * model.dtype.itemsize * batch
-    return min(length, max(free_bytes(model.device) // 2 // int(each), 256))
+    return min(length, max(free_share(model.device) // 2 // int(each), 256))
 
 
 def check_slots(at_a_time: Any) -> None:

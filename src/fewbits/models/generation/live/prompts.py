@@ -35,13 +35,13 @@ class Read:
     """What a model made of one prompt.
 
     Attributes:
-        keys, values: of each layer (heads, length, head size).
+        keys, values: of each layer (heads, length, head size), all in one tensor where layers are alike.
         logits: (vocabulary,) float32: behind the last token.
         adapter: of the prompt.
     """
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    keys: Sequence[Tensor] | Tensor
+    values: Sequence[Tensor] | Tensor
     logits: Tensor
     adapter: str | None = None
 
@@ -73,7 +73,7 @@ class Prompts:
         most_tokens: of one forward, padding included.
         together: whether several short prompts share a forward. Their sums come about in another order then.
         adapters: told whose prompts a forward reads; None: every prompt has the active one.
-        ready: what was read last.
+        ready: what was read, of those that were asked for last.
         tokens_of_turn: how many the last forward read, padding included.
     """
 
@@ -87,13 +87,16 @@ class Prompts:
         self._turns: Iterator[None] | None = None
 
     def turn(self, prompts: Sequence[Prompt]) -> None:
-        """One forward more towards the first of these ``prompts``, and those that fit beside it.
+        """One forward more towards the first of these ``prompts`` that is not ready, and those beside it.
 
-        What comes of it is in `ready`, until other prompts are read.
+        What comes of it is in `ready`, until others are read for which it is not asked any more.
         """
         if self._turns is None:
-            self.ready = {}
-            self._turns = self._reading(self._group(prompts))
+            self.ready = {prompt: self.ready[prompt] for prompt in prompts if prompt in self.ready}
+            missing = [prompt for prompt in prompts if prompt not in self.ready]
+            if not missing:
+                return
+            self._turns = self._reading(self._group(missing))
         try:
             next(self._turns)
         except StopIteration:
@@ -139,15 +142,30 @@ class Prompts:
             if end < length:
                 yield
         layers = _layers_of(cache, length)
+        sides = ([getattr(layer, side) for layer in layers] for side in ("keys", "values"))
+        # Long ones, which took several forwards, would need as much memory once more.
+        keys, values = (_together(side) if length <= self.most_tokens else side for side in sides)
         logits = out.logits[:, -1].float()
         for i, prompt in enumerate(group):
             begin = length - lengths[i]
             self.ready[prompt] = Read(
-                tuple(layer.keys[i, :, begin:] for layer in layers),
-                tuple(layer.values[i, :, begin:] for layer in layers),
+                _of_text(keys, i, begin),
+                _of_text(values, i, begin),
                 logits[i],
                 prompt.adapter,
             )
+
+
+def _together(layers: list[Tensor]) -> Sequence[Tensor] | Tensor:
+    """Of each layer (texts, heads, length, head size), as one tensor with the layers in front if alike."""
+    return torch.stack(layers) if len({layer.shape for layer in layers}) == 1 else layers
+
+
+def _of_text(layers: Sequence[Tensor] | Tensor, text: int, begin: int) -> Sequence[Tensor] | Tensor:
+    """The keys or values of one text without the padding before ``begin``."""
+    if isinstance(layers, Tensor):
+        return layers[:, text, :, begin:]
+    return tuple(layer[text, :, begin:] for layer in layers)
 
 
 def _layers_of(cache: Any, length: int) -> list[Any]:

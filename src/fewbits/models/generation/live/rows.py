@@ -138,7 +138,7 @@ class Text:
         row: the prompt that it continues.
         request: how.
         tokens: the new ones so far.
-        draws: a number of [0, 1) for each new token, of the row's own seed; None if nothing is drawn.
+        draws: a float32 number of [0, 1) for each new token, of the row's own seed; none if nothing is drawn.
         stopped_by: "" while it goes on, then "end", "length" or "stop" (a criterion); "not finite" and
             "banned" where no token could be chosen.
     """
@@ -146,13 +146,13 @@ class Text:
     row: Row
     request: Request
     tokens: list[int] = field(default_factory=list)
-    draws: Tensor | None = None
+    draws: list[float] = field(default_factory=list)
     stopped_by: str = ""
 
     def __post_init__(self) -> None:
         if self.request.draws:
             generator = torch.Generator().manual_seed(self.row.seed)
-            self.draws = torch.rand(self.request.limit, generator=generator, dtype=torch.float32)
+            self.draws = torch.rand(self.request.limit, generator=generator, dtype=torch.float32).tolist()
 
     def take(self, token: int, trouble: int) -> None:
         """One more token, unless the text has ended; with the trouble that `chosen` had."""
@@ -204,8 +204,7 @@ def chosen(texts: Sequence[Text], logits: Tensor, ahead: int = 0) -> tuple[Tenso
 
 
 def _number(text: Text, ahead: int) -> float:
-    assert text.draws is not None  # the settings are those of all texts
-    return float(text.draws[min(len(text.tokens) + ahead, len(text.draws) - 1)])
+    return text.draws[min(len(text.tokens) + ahead, len(text.draws) - 1)]
 
 
 def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:

@@ -67,15 +67,11 @@ class StepSlots:
 
     def put(self, slot: int, read: Read) -> None:
         """A prompt into a slot."""
-        of_prompt = self._packed_prompt(read)
-        for i, (keys, values) in enumerate(zip(read.keys, read.values, strict=True)):
-            if i in of_prompt:
-                own = rows_of(self._whole.packed[i], slice(slot, slot + 1))
-                for which, tensors in of_prompt[i].items():
-                    own.fill(which, *tensors)
-                continue
-            self._whole.keys[i][slot, :, : read.length] = keys
-            self._whole.values[i][slot, :, : read.length] = values
+        self._whole.cache.put(slot, read.keys, read.values)
+        for i, of_layer in self._packed_prompt(read).items():
+            own = rows_of(self._whole.packed[i], slice(slot, slot + 1))
+            for which, tensors in of_layer.items():
+                own.fill(which, *tensors)
         self._lengths[slot], self._names[slot], self._now = read.length, read.adapter, None
 
     def _packed_prompt(self, read: Read) -> dict[int, Any]:
@@ -90,8 +86,7 @@ class StepSlots:
     def move(self, source: int, target: int) -> None:
         """One slot's text into another one."""
         end = self._lengths[source]
-        for whole in (*self._whole.keys, *self._whole.values):
-            whole[target, :, :end] = whole[source, :, :end]
+        self._whole.cache.move(source, target, end)
         for packed in self._whole.packed.values():
             for which in ("keys", "values"):
                 for i, whole in enumerate(packed.stored(which)):
