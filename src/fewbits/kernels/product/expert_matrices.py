@@ -10,7 +10,7 @@ rounded once to out's dtype. Torch copies element by element, so that either its
 apart; here a program turns a tile on the chip.
 
 Floor: x is read once and out written. 128 experts of 2048 x 16, float32 to bfloat16, are 25 MB: 6 us at the
-4.28 TB/s that a copy reaches on an H200, where torch takes 40.
+4.28 TB/s that a copy reaches on an H200, where torch takes 40 and the kernel 9.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Three kernels: blocks of pairs count their experts, each expert adds up its coun
 block places its pairs. torch's sort, scatter and search are some twelve launches.
 
 Floor: c is read twice and 32 bytes a pair are written; 65,536 pairs are 3.1 MB, below a microsecond of a
-copy's 4.28 TB/s on an H200: three launches is what it costs.
+copy's 4.28 TB/s on an H200: three launches is what it costs, of which the last takes
+24 us.
 """
 
 from __future__ import annotations
