@@ -16,7 +16,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.formats.description import Description
 from fewbits.formats.trellis import Trellis
 from fewbits.kernels.codec import dequantize_described as described
-from fewbits.kernels.codec.dequantize import dequantize
+from fewbits.kernels.codec.dequantize import dequantize_ref, has_kernel, launch_named
 from fewbits.kernels.codec.dequantize_triton import has_triton_kernel
 from fewbits.kernels.launch import nvrtc
 from tests.kernels import emulated
@@ -42,7 +42,7 @@ def marked(format: Format) -> Any:
     return pytest.param(format, marks=kinds, id=format.name)
 
 
-def problem(format: Format, N: int, K: int, seed: int = 0, device: str = "cpu") -> Packed:
+def problem(format: Format, N: int, K: int, seed: int = 0) -> Packed:
     """A weight whose every part holds all bytes there are, whether a rounding would give them or not."""
     generator = torch.Generator().manual_seed(seed)
     parts = {}
@@ -54,8 +54,7 @@ def problem(format: Format, N: int, K: int, seed: int = 0, device: str = "cpu") 
             parts[name] = raw.view(spec.dtype)
         else:
             parts[name] = torch.randn(spec.shape, generator=generator, dtype=torch.float32).to(spec.dtype)
-    moved = {name: part.to(device) for name, part in parts.items()}
-    return Packed(format, (N, K), torch.float32, moved)
+    return Packed(format, (N, K), torch.float32, parts)
 
 
 def decoded(folder: Path, packed: Packed, dtype: torch.dtype, room: int) -> Tensor:
@@ -143,10 +142,50 @@ def test_compiles_to_machine_code(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", EVERY, ids=lambda f: f.name)
 def test_cuda_equals_the_definition(format: Format) -> None:
+    """What passes here on a GPU may become what `dequantize` takes: `IS_PROVED`."""
     for N, K in (*shapes(format), (512, 1024)):
-        packed = problem(format, N, K, 1, "cuda")
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            wanted = format.dequantize(
-                Packed(format, (N, K), dtype, {n: p.cpu() for n, p in packed.parts.items()})
-            )
-            assert same(dequantize(packed, dtype).cpu(), wanted), (N, K, dtype)
+        packed = problem(format, N, K, 1)
+        parts = {name: part.cuda() for name, part in packed.parts.items()}
+        for dtype in described.DTYPES:
+            out = torch.full((N, K + 16), 7.0, dtype=dtype, device="cuda")[:, :K]
+            described.launch(format, parts, (N, K), out)
+            assert same(out.cpu(), packed.dequantize(dtype)), (N, K, dtype)
+
+
+def test_the_definition_is_taken_until_a_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receipt says so too."""
+    assert has_kernel(FORMATS["gguf_q4_k"], (64, 256)) == described.IS_PROVED
+    monkeypatch.setattr(described, "IS_PROVED", True)
+    assert has_kernel(FORMATS["gguf_q4_k"], (64, 256)) and not has_kernel(FORMATS["int3_indexed"], (64, 256))
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+def test_dequantize_finishes_what_the_kernel_decodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is taken: rows apart, transposed, under inverse scales, in 8 bits; the source emulated."""
+    packed = problem(FORMATS["mxfp6_e3m2"], 16, 64, 5)
+    packed = Packed(
+        packed.format, (16, 64), torch.float32, {**packed.parts, "scales": packed.scales % 20 + 110}
+    )
+    launched = []
+
+    def launch(format: Format, parts: Any, shape: tuple[int, ...], out: Tensor) -> None:
+        call = described.call_of(format, parts, shape, out)
+        library = emulated.build(folder, described.SOURCE, "described_emulation.cpp", call.defines)
+        library.run(ctypes.byref(call.argument), call.grid[0])
+        launched.append(out.dtype)
+
+    monkeypatch.setattr(described, "can_launch", lambda out, dtype: True)
+    monkeypatch.setattr(described, "launch", launch)
+    tiles = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
+    for dtype, transposed, inverse in (
+        (torch.bfloat16, False, None),
+        (torch.float32, True, None),
+        (torch.bfloat16, True, tiles),
+        (torch.float8_e4m3fn, False, torch.full((1, 1), 3.0)),
+    ):
+        shape = (64, 16) if transposed else (16, 64)
+        out = torch.zeros(shape[0], shape[1] + 8, dtype=torch.float32).to(dtype)[:, : shape[1]]
+        launch_named(packed.parts, packed.format, (16, 64), inverse, out, transposed)
+        wanted = dequantize_ref(packed, dtype, transposed, inverse)
+        assert torch.equal(out.float().nan_to_num(9.0), wanted.float().nan_to_num(9.0))
+    assert launched == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
