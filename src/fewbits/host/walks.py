@@ -123,7 +123,7 @@ def _held(
 ) -> tuple[tuple[list[int], list[int]], list[Any]]:
     """How many values each module holds and their addresses; and the values, one module after the other."""
     dictionaries = list(map(part, modules))
-    values = list(chain.from_iterable(map(dict.values, dictionaries)))
+    values = list(chain.from_iterable(map(dict.values, filter(None, dictionaries))))  # most are empty
     return (list(map(len, dictionaries)), list(map(id, values))), values
 
 
