@@ -8,12 +8,13 @@ model was told to recompute nothing), ``dpo`` (4 pairs of at most 1,024 tokens) 
 answers each of 128 tokens) of the Qwen3-1.7B shape; ``dpo8`` and ``grpo8`` of the 8B shape. WHO:
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``plain`` (transformers + PEFT + bitsandbytes,
 TRL's own dtypes), ``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
-with one save in the middle, and the same model's bare step in a plain loop afterwards.
+with one save in the middle, and the same model's bare step in a plain loop afterwards; these load a packed
+folder.
 
-All load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4, nothing
-is recomputed, and adapters of rank 16 on seven projections begin with the same values. Steps are measured
-until the device is idle; losses are those of the first ten steps. A peer that cannot be imported is told as
-missing. On a CPU: --tiny.
+The others load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4,
+nothing is recomputed, and adapters of rank 16 on seven projections begin with the same values. Steps are
+measured until the device is idle; losses are those of the first ten steps. A peer that cannot be imported is
+told as missing. On a CPU: --tiny.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -39,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 CUDA = torch.cuda.is_available()
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RECIPES = {"nf4": "qlora_nf4", "fp8": "qlora_nf4_fp8_head"}  # of `fewbits train`
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TOLD = "told: "
 SECONDS = {  # about, on an H200, imports beside others' turns left out
@@ -52,24 +55,31 @@ SECONDS = {  # about, on an H200, imports beside others' turns left out
 
 
 def shape_name(stage: str, tiny: bool) -> str:
-    """Whose weights a stage loads."""
-    if tiny:
-        return "tiny"
-    what = stage.split("_")[0]
-    return "qwen3-1.7b" if what in ("dpo", "grpo") else "llama-3.1-8b"
+    """Whose weights a stage loads: a shape, with the recipe behind an @ where they are packed."""
+    what, who = stage.split("_")
+    shape = "tiny" if tiny else "qwen3-1.7b" if what in ("dpo", "grpo") else "llama-3.1-8b"
+    return f"{shape}@{RECIPES[who]}" if what == "train" else shape
 
 
 def make_folder(folder: Path, shape: str) -> Path:
-    """A bfloat16 folder of random weights and a tokenizer of bytes, written once."""
+    """A folder of random weights, in bfloat16 or packed, and a tokenizer of bytes, written once."""
+    from benchmarks.random_model import config_of, empty_model, fill
+
+    from fewbits import get_recipe
     from fewbits.bench.train.shapes import random_model, shape_of
     from fewbits.bench.train.tokenizer import write_tokenizer
 
     path = folder / shape
     if (path / "done").exists():
         return path
-    config = shape_of(shape).config()
-    config.use_cache = True
-    model = random_model(config, torch.device("cuda" if CUDA else "cpu"), torch.bfloat16)
+    device = torch.device("cuda" if CUDA else "cpu")
+    shape, _, recipe = shape.partition("@")
+    if recipe:
+        model = fill(empty_model(config_of(shape), get_recipe(recipe)), lambda name: device)
+    else:
+        config = shape_of(shape).config()
+        config.use_cache = True
+        model = random_model(config, device, torch.bfloat16)
     model.save_pretrained(path, max_shard_size="4GB")
     write_tokenizer(str(path))
     (path / "done").write_text("")
@@ -317,14 +327,14 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
     return told
 
 
-def train_stage(recipe: str, options: argparse.Namespace) -> dict[str, Any]:
-    """`fewbits train`, then the bare step of such a model."""
+def train_stage(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """`fewbits train`, told as soon as it has ended, then the bare step of such a model."""
     from benchmarks.training.trl_trainers import bare, sustained
 
     from fewbits import FastLanguageModel, TrainConfig
     from fewbits import train as run
 
-    steps, length = (12, 64) if options.tiny else (200, 2048)
+    steps, length = (12, 64) if options.tiny else (options.steps, 2048)
     chooser, folder = random.Random(1), Path(tempfile.mkdtemp())
     texts = (word(chooser, 2 * length) for _ in range(4 * steps))
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -339,33 +349,32 @@ def train_stage(recipe: str, options: argparse.Namespace) -> dict[str, Any]:
         "samples": 0,
         "report": False,
         "device": "cuda" if CUDA else "cpu",
-        "recipe": recipe,
     }
     began = now()
     run(TrainConfig(**words))
     whole = now() - began
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    told = sustained(rows)
-    if CUDA:
-        torch.cuda.empty_cache()
-    model, _ = FastLanguageModel.from_pretrained(options.model, max_seq_length=length, recipe=recipe)
-    model = FastLanguageModel.get_peft_model(
-        model, r=16, lora_alpha=16, target_modules=TARGETS, use_gradient_checkpointing=False
-    )
-    model.train()
-    ids = torch.randint(4, 400, (4, length), generator=torch.Generator().manual_seed(7)).to(model.device)
-    once = bare(model, ids, steps=20)
-    return {
-        "step_ms": told["sustained_ms"],
-        "range": f"median {told['median_ms']}, slowest {told['slowest_ms'][-2:]}",
-        "bare_ms": once,
-        "above_bare": f"{100 * (told['sustained_ms'] / once - 1):.1f} %",
+    each = sustained(rows)
+    told = {
+        "step_ms": each["sustained_ms"],
+        "range": f"median {each['median_ms']}, slowest {each['slowest_ms'][-2:]}",
         "first_step_s": rows[0]["seconds"],
         "set_up_s": round(whole - rows[-1]["seconds"], 1),
         "peak_gib": rows[-1].get("memory_gib", 0),
         "losses": [round(row["loss"], 4) for row in rows[:3]],
         "memory": json.loads((folder / "run/run.json").read_text()).get("memory"),
     }
+    tell(told)
+    if CUDA:
+        torch.cuda.empty_cache()
+    model, _ = FastLanguageModel.from_pretrained(options.model, max_seq_length=length)
+    model = FastLanguageModel.get_peft_model(
+        model, r=16, lora_alpha=16, target_modules=TARGETS, use_gradient_checkpointing=False
+    )
+    model.train()
+    ids = torch.randint(4, 400, (4, length), generator=torch.Generator().manual_seed(7)).to(model.device)
+    once = bare(model, ids, steps=20)
+    return told | {"bare_ms": once, "above_bare": f"{100 * (told['step_ms'] / once - 1):.1f} %"}
 
 
 def stage(name: str, options: argparse.Namespace) -> None:
@@ -383,16 +392,17 @@ def stage(name: str, options: argparse.Namespace) -> None:
     here = Path.cwd()
     with contextlib.suppress(OSError):
         os.chdir(tempfile.mkdtemp())  # Unsloth writes beside
+
+    def tell(row: dict[str, Any]) -> None:
+        print(TOLD + json.dumps({"stage": name, **row}), flush=True)
+
     try:
-        if what == "train":
-            told = train_stage({"nf4": "qlora_nf4", "fp8": "qlora_nf4_fp8_head"}[who], options)
-        else:
-            told = trl_stage(what.rstrip("8"), who, options)
+        told = train_stage(options, tell) if what == "train" else trl_stage(what.rstrip("8"), who, options)
     except BaseException as error:  # noqa: BLE001 - so that the others run
         traceback.print_exc()
         told = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     os.chdir(here)
-    print(TOLD + json.dumps({"stage": name, **told}), flush=True)
+    tell(told)
 
 
 # ---- all stages
@@ -402,6 +412,7 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A stage's process, importing."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), name, "--one"]
     command += ["--folder", str(options.folder), *(["--tiny"] if options.tiny else [])]
+    command += ["--steps", str(options.steps)]
     places = [*options.site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {
         **os.environ,
@@ -448,6 +459,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "beside_peers")
     parser.add_argument("--site", action="append", default=[], help="a folder of the peers' packages")
     parser.add_argument("--limit", type=float, default=180, help="seconds for all")
+    parser.add_argument("--steps", type=int, default=200, help="of `fewbits train`")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -486,6 +498,7 @@ def main() -> None:
             if "rewards" not in row
             else f"rewards {row['rewards']}"
         )
+        words = f"{row['range']}; {words}" if row["stage"].startswith("train_") else words
         words = f"bare {row['bare_ms']}, {row['above_bare']} above" if "bare_ms" in row else words
         print(
             f"{row['stage']:14} {row['step_ms']:10.1f} {row['peak_gib']:7.2f} {row['first_step_s']:8.1f}"
