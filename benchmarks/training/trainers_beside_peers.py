@@ -9,7 +9,8 @@ answers each of 128 tokens) of the Qwen3-1.7B shape; ``dpo8`` and ``grpo8`` of t
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``plain`` (transformers + PEFT + bitsandbytes,
 TRL's own dtypes), ``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
 with one save in the middle, and the same model's bare step in a plain loop afterwards; these load a packed
-folder.
+folder. ``load_fewbits``, ``load_packed``, ``load_plain`` and ``load_unsloth``: the 8B shape from the bfloat16
+folder, or from one that is packed in NF4, onto the GPU, twice; a step is the second time.
 
 The others load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4,
 nothing is recomputed, and adapters of rank 16 on seven projections begin with the same values. Steps are
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import random
@@ -33,15 +35,21 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.training.peer_models import (
+    CUDA,
+    TARGETS,
+    base,
+    import_first,
+    load,
+    make_folder,
+    same_beginnings,
+    shape_name,
+)
 
-CUDA = torch.cuda.is_available()
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RECIPES = {"nf4": "qlora_nf4", "fp8": "qlora_nf4_fp8_head"}  # of `fewbits train`
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TOLD = "told: "
 SECONDS = {  # about, on an H200, imports beside others' turns left out
@@ -50,40 +58,9 @@ SECONDS = {  # about, on an H200, imports beside others' turns left out
     "grpo_fewbits": 25, "grpo_plain": 60, "grpo_unsloth": 100, "grpo_fp8": 25,
     "dpo8_fewbits": 40, "dpo8_plain": 50, "dpo8_unsloth": 80, "dpo8_fp8": 40,
     "grpo8_fewbits": 40, "grpo8_plain": 80, "grpo8_unsloth": 130, "grpo8_fp8": 40,
+    "load_fewbits": 15, "load_packed": 10, "load_plain": 20, "load_unsloth": 30,
     "train_nf4": 130, "train_fp8": 95,
 }  # fmt: skip
-
-
-def shape_name(stage: str, tiny: bool) -> str:
-    """Whose weights a stage loads: a shape, with the recipe behind an @ where they are packed."""
-    what, who = stage.split("_")
-    shape = "tiny" if tiny else "qwen3-1.7b" if what in ("dpo", "grpo") else "llama-3.1-8b"
-    return f"{shape}@{RECIPES[who]}" if what == "train" else shape
-
-
-def make_folder(folder: Path, shape: str) -> Path:
-    """A folder of random weights, in bfloat16 or packed, and a tokenizer of bytes, written once."""
-    from benchmarks.random_model import config_of, empty_model, fill
-
-    from fewbits import get_recipe
-    from fewbits.bench.train.shapes import random_model, shape_of
-    from fewbits.bench.train.tokenizer import write_tokenizer
-
-    path = folder / shape
-    if (path / "done").exists():
-        return path
-    device = torch.device("cuda" if CUDA else "cpu")
-    shape, _, recipe = shape.partition("@")
-    if recipe:
-        model = fill(empty_model(config_of(shape), get_recipe(recipe)), lambda name: device)
-    else:
-        config = shape_of(shape).config()
-        config.use_cache = True
-        model = random_model(config, device, torch.bfloat16)
-    model.save_pretrained(path, max_shard_size="4GB")
-    write_tokenizer(str(path))
-    (path / "done").write_text("")
-    return path
 
 
 # ---- one stage, in its own process
@@ -93,75 +70,6 @@ def wait_for_turn() -> None:
     """The process has imported what it needs, and waits until the GPU is its own."""
     print("ready", flush=True)
     sys.stdin.readline()
-
-
-def import_first(who: str) -> None:
-    """Unsloth wants to be imported before all else."""
-    if who == "unsloth":
-        import unsloth  # noqa: F401
-    if who == "plain":
-        import bitsandbytes  # noqa: F401
-    if who in ("fewbits", "fp8", "nf4"):
-        import fewbits.models.fast  # noqa: F401
-    import datasets  # noqa: F401
-    import peft  # noqa: F401
-    import trl  # noqa: F401
-
-
-def load(who: str, folder: str, length: int) -> tuple[Any, Any, dict[str, Any]]:
-    """A model with adapters, its tokenizer, a trainer's words (plain: the adapters, which TRL adds)."""
-    adapter = {"r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "target_modules": TARGETS}
-    if who in ("fewbits", "fp8"):
-        from fewbits import FastLanguageModel
-
-        chosen = {"recipe": "qlora_nf4_fp8_head"} if who == "fp8" else {"load_in_4bit": True}
-        model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=length, **chosen)
-        words = {"use_gradient_checkpointing": False, "random_state": 3407}
-        return FastLanguageModel.get_peft_model(model, **adapter, **words), tokenizer, {}
-    if who == "unsloth":
-        from unsloth import FastLanguageModel as Unsloth
-
-        model, tokenizer = Unsloth.from_pretrained(
-            folder, max_seq_length=length, dtype=torch.bfloat16, load_in_4bit=True, local_files_only=True
-        )
-        words = {"use_gradient_checkpointing": False, "random_state": 3407}
-        return Unsloth.get_peft_model(model, **adapter, **words), tokenizer, {}
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-    packed = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if CUDA else torch.float32,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=packed,
-        dtype=torch.bfloat16 if CUDA else torch.float32,
-        device_map={"": 0 if CUDA else "cpu"},
-    )
-    return (
-        model,
-        AutoTokenizer.from_pretrained(folder),
-        {"peft_config": LoraConfig(task_type="CAUSAL_LM", **adapter)},
-    )
-
-
-def same_beginnings(model: Any) -> int:
-    """A of every adapter follows from its layer's name, so that all begin alike."""
-    count = 0
-    for name, value in model.named_parameters():
-        if "lora_A" not in name:
-            continue
-        short = name[name.index("layers.") : name.index(".lora_A")]
-        generator = torch.Generator().manual_seed(crc32(short.encode()))
-        bound = value.shape[1] ** -0.5
-        fresh = torch.empty(value.shape).uniform_(-bound, bound, generator=generator)
-        with torch.no_grad():
-            value.copy_(fresh.to(value.device, value.dtype))
-        count += 1
-    return count
 
 
 def now() -> float:
@@ -327,6 +235,24 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
     return told
 
 
+def load_stage(who: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Load twice; the second time kernels are there, and the process is at home on the GPU."""
+    seconds = []
+    for _ in range(2):
+        began = now()
+        model, _ = base(who, options.model, 2048)
+        seconds.append(now() - began)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0
+        del model
+        gc.collect()
+    return {
+        "step_ms": round(1e3 * seconds[1], 1),
+        "first_step_s": round(seconds[0], 2),
+        "peak_gib": round(peak, 2),
+        "losses": [],
+    }
+
+
 def train_stage(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """`fewbits train`, told as soon as it has ended, then the bare step of such a model."""
     from benchmarks.training.trl_trainers import bare, sustained
@@ -397,7 +323,12 @@ def stage(name: str, options: argparse.Namespace) -> None:
         print(TOLD + json.dumps({"stage": name, **row}), flush=True)
 
     try:
-        told = train_stage(options, tell) if what == "train" else trl_stage(what.rstrip("8"), who, options)
+        if what == "train":
+            told = train_stage(options, tell)
+        elif what == "load":
+            told = load_stage(who, options)
+        else:
+            told = trl_stage(what.rstrip("8"), who, options)
     except BaseException as error:  # noqa: BLE001 - so that the others run
         traceback.print_exc()
         told = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
