@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fewbits
+from fewbits.errors import BadInput
 from fewbits.models.fast import with_methods
 from fewbits.models.generation.loop import decoding_of
 from tests.models.emulated import count_steps, on_a_cpu
@@ -93,3 +94,26 @@ def test_a_merged_adapter_goes_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="merged"):
         model.generate(**padded(), **GREEDY, adapter_names=["wide", "late", "wide"])
     assert not steps[0]
+
+
+@pytest.mark.parametrize("error", [BadInput, KeyboardInterrupt])
+def test_a_call_that_failed_leaves_no_adapters_by_row(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT's hooks stayed, and every later call of one row failed or had those adapters."""
+    model, _ = adapted(monkeypatch)
+    base, prompt = model.get_base_model(), padded()
+    expected = model(**prompt).logits
+    words = dict(prompt)
+    if error is BadInput:
+        words["input_ids"] = prompt["input_ids"][:, :0]
+    else:
+
+        def stop(self: Any, inputs: Any = None, **_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(base), "generate", stop)
+    with pytest.raises(error):
+        model.generate(**words, **GREEDY, adapter_names=["wide", "__base__", "late"])
+    assert not any(module._forward_pre_hooks_with_kwargs for module in base.model.layers.modules())
+    assert torch.equal(model(**prompt).logits, expected)

@@ -103,6 +103,17 @@ def adapter_rows(model: nn.Module) -> tuple[str, ...]:
     return ()
 
 
+def drop_adapter_rows(model: nn.Module) -> None:
+    """Take away the hooks of a call with ``adapter_names`` that ended with an error: PEFT leaves them.
+
+    Every later call would have these adapters by row, whatever it asks for.
+    """
+    for module in all_modules(model):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if names_adapters(hook)]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
 def names_adapters(hook: Any) -> bool:
     """Whether a hook is the one by which PEFT hands ``adapter_names`` to its layers."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords

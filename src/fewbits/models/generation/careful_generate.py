@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.families.shapes import head_dim
 from fewbits.host.walks import all_modules
+from fewbits.models.generation.adapters_by_row import drop_adapter_rows
 from fewbits.models.generation.calls import option_of
 from fewbits.models.generation.live.plan import free_share, size_in_words
 from fewbits.models.generation.loop import with_loop
@@ -33,6 +35,14 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         NotFinite: the model's logits are NaN or infinite.
         torch.OutOfMemoryError: the batch does not fit; the message says how many texts would.
     """
+    with ExitStack() as unless_done:
+        unless_done.callback(drop_adapter_rows, model)  # of a call that fails, or is interrupted
+        answers = _generate(model, *args, **kwargs)
+        unless_done.pop_all()
+    return answers
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     of_class = type(model).generate
     if isinstance(kwargs.get("input_ids"), Mapping):  # of apply_chat_template, which once gave the ids alone
         kwargs = {**kwargs.pop("input_ids"), **kwargs}
