@@ -15,7 +15,7 @@ import torch
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.launch.jit import cdiv
-from fewbits.kernels.stochastic import bits, lookup, many, nibbles
+from fewbits.kernels.stochastic import bits, lookup, many, nibbles, wide_bits
 from fewbits.kernels.stochastic.parts import Launch
 
 _FEW_ROWS = 16  # for which nothing else than lookups comes into question
@@ -51,6 +51,9 @@ ROWS_16 = Way("16 rows", lookup.tables_of, many.launch)
 ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
 ROWS_32_OF_B = Way("32 rows of b", nibbles.tables_of_b, nibbles.launch_swapped, True)
 BITS = Way("bits", bits.tables_of, bits.launch)
+# Exact, but not timed on a GPU yet, so `ways` leaves them out: benchmarks/stochastic/wide_bits_h200.py.
+WIDE = Way("wide bits", wide_bits.tables_of, wide_bits.launch)
+WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped, True)
 
 
 class Choice(NamedTuple):

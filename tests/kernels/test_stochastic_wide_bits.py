@@ -1,0 +1,168 @@
+"""The CUDA kernel that multiplies streams by warpgroups: its source, run on a CPU, equals the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fewbits.device import Device, describe
+from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.kernels.stochastic import wide_bits
+from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref
+from tests.kernels import emulated
+from tests.kernels.test_stochastic_lookup import operands_of
+from tests.kernels.test_stochastic_many import Emulated
+
+FULL = Stochastic(chunk_d=128)
+WHOLE = Stochastic(halve_bipolar_stoc_len=True, n_masks=64)
+H200 = Device(
+    type="cuda",
+    name="",
+    memory_bytes=0,
+    capability=(9, 0),
+    multiprocessors=132,
+    shared_memory_bytes=227 * 1024,
+)
+needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+CASES = {
+    "128 steps": (STOCHASTIC, (1, 37, 140, 144), (128,)),
+    "100 steps of full streams": (FULL.with_length(100), (1, 3, 9, 80), (100,)),
+    "64 steps": (STOCHASTIC, (1, 9, 70, 272), (64,)),
+    "33 steps, no chunks, a batch": (WHOLE, (2, 17, 20, 160), (33,)),
+    "32 steps": (STOCHASTIC, (1, 40, 20, 256), (32,)),
+    "16 steps": (replace(STOCHASTIC, chunk_d=48), (1, 3, 10, 112), (16,)),
+    "7 steps": (STOCHASTIC, (1, 5, 20, 144), (7,)),
+    "lengths": (STOCHASTIC, (2, 17, 20, 272), (128, 0, 17)),
+    "short lengths": (STOCHASTIC, (2, 17, 20, 272), (16, 0, 7)),
+    "4 bits": (Stochastic(sc_prec=4, chunk_d=128), (1, 3, 10, 144), (16,)),
+    "no scramble": (replace(STOCHASTIC, scramble="off"), (1, 3, 10, 64), (50,)),
+    "another sequence": (replace(STOCHASTIC, sequence="lfsr"), (1, 3, 10, 64), (31,)),
+}
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    driver = Emulated(libraries)
+    monkeypatch.setattr(wide_bits, "nvrtc", driver)
+    monkeypatch.setattr(wide_bits, "describe", lambda device: H200)
+    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan, columns={32: 1}))
+    new = torch.empty  # what a kernel does not write must not look right
+    monkeypatch.setattr(wide_bits.torch, "empty", lambda *args, **kwargs: new(*args, **kwargs).fill_(77))
+    return driver
+
+
+def run(operands: tuple[Tensor, ...], options: Stochastic, levels, index) -> Tensor:
+    qa, _sa, qb, _sb = operands
+    chunk = min(options.chunk_d or qa.shape[2], qa.shape[2])
+    tables = wide_bits.tables_of(options, levels, chunk, qa.device)
+    assert tables is not None
+    y = torch.full((*qa.shape[:2], qb.shape[1]), torch.nan)
+    wide_bits.launch(operands, tables, index, chunk, y)
+    return y
+
+
+def extreme(operands: tuple[Tensor, ...], largest: int) -> tuple[Tensor, ...]:
+    """Some codes replaced by the largest of either sign, and by 0."""
+    qa, sa, qb, sb = operands
+    for q in (qa, qb):
+        which = torch.rand(q.shape)
+        q[which < 0.2] = largest
+        q[(which >= 0.2) & (which < 0.4)] = -largest
+        q[(which >= 0.4) & (which < 0.5)] = 0
+    return qa, sa, qb, sb
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_gives_the_definition(driver: Emulated, name: str) -> None:
+    options, shape, levels = CASES[name]
+    operands = extreme(operands_of(options, *shape), options.max_code)
+    C = operands[1].shape[2]
+    index = torch.randint(0, 3, (*shape[:2], C), dtype=torch.uint8) if len(levels) > 1 else None
+    y = run(operands, options, levels, index)
+    assert torch.equal(y, stochastic_codes_ref(*operands, options, levels, index))
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_wider_blocks_give_the_definition(driver: Emulated, monkeypatch, columns: int) -> None:
+    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan.func, columns={columns: 1}))
+    operands = operands_of(STOCHASTIC, 1, columns + 3, 70, 64)
+    y = run(operands, STOCHASTIC, (32,), None)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (32,)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shared_b", [False, True])
+def test_tables_of_b_give_the_definition(driver: Emulated, shared_b: bool) -> None:
+    for length, inner in ((128, 80), (20, 144)):
+        operands = extreme(operands_of(WHOLE, 2, 70, 37, inner, shared_b=shared_b), WHOLE.max_code)
+        tables = wide_bits.tables_of_b(WHOLE, (length,), inner, torch.device("cpu"))
+        assert tables is not None
+        y = torch.full((2, 70, 37), torch.nan)
+        wide_bits.launch_swapped(operands, tables, None, inner, y)
+        assert torch.equal(y, stochastic_codes_ref(*operands, WHOLE, (length,)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shared_b", [False, True])
+def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, shared_b: bool) -> None:
+    monkeypatch.setattr(wide_bits, "_WORKSPACE_BYTES", 1)
+    operands = operands_of(STOCHASTIC, 2, 40, 20, 64, shared_b=shared_b)
+    y = run(operands, STOCHASTIC, (32,), None)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (32,)))
+    assert [name for name, _ in driver.launches].count("stochastic_wide_bits") == 4
+
+
+def test_what_has_no_tables() -> None:
+    cpu = torch.device("cpu")
+    assert wide_bits.tables_of(FULL, (256,), 128, cpu) is None
+    assert not wide_bits.fits((10, 0), 128, 32) and not wide_bits.fits((9, 0), 100, 32)
+    assert wide_bits.fits((9, 0), 112, 128) and not wide_bits.fits((9, 0), 112, 129)
+    assert wide_bits.tables_of(STOCHASTIC, (32,), 37, cpu) is None
+    assert wide_bits.tables_of(STOCHASTIC, (0,), 128, cpu) is None
+    assert wide_bits.tables_of(replace(STOCHASTIC, gate="and"), (32,), 128, cpu) is None
+
+
+def test_compiles_to_machine_code() -> None:
+    """By NVRTC, without a GPU; what lies in shared memory fits it."""
+    from fewbits.kernels.launch import nvrtc
+
+    if nvrtc.missing():
+        pytest.skip(str(nvrtc.missing()))
+    for longest, columns in ((8, 32), (64, 64), (128, 128)):
+        how = wide_bits.plan(
+            1, 2048, 4096, 64, longest, multiprocessors=132, shared=227 * 1024, columns={columns: 1}
+        )
+        assert how.depth >= 2 and how.shared_bytes <= 227 * 1024
+        assert nvrtc.cubin(wide_bits.SOURCE, how.defines, 90)[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu_gives_the_definition(name: str) -> None:
+    if describe(torch.device("cuda", 0)).capability != wide_bits.CAPABILITY:
+        pytest.skip("needs compute capability 9.0")
+    options, (B, N, M, D), levels = CASES[name]
+    for shape in ((B, N, M, D), (B, 300, 1100, 1040)):
+        operands = extreme(operands_of(options, *shape), options.max_code)
+        index = torch.randint(0, 3, (*shape[:2], operands[1].shape[2]), dtype=torch.uint8)
+        chosen = index if len(levels) > 1 else None
+        want = stochastic_codes(*operands, options, levels, chosen)
+        chunk = options.chunk_size(shape[3])
+        tables = wide_bits.tables_of(options, levels, chunk, torch.device("cuda", 0))
+        assert tables is not None
+        y = torch.full(want.shape, torch.nan, device="cuda")
+        on_gpu = [x.cuda().contiguous() for x in operands]
+        wide_bits.launch(on_gpu, tables, None if chosen is None else chosen.cuda(), chunk, y)
+        assert torch.equal(y.cpu(), want)
