@@ -4,8 +4,8 @@
 
 Beside cuBLAS in bfloat16 and the kernels that are chosen now. Not run to its end yet (24 November 2026: five
 cases with 32 columns were exact, nothing was timed). It decides whether `ways` of
-`fewbits.kernels.stochastic.choice` takes these kernels, and what `estimated_clocks` says of them. Floors, times
-bfloat16 at its peak: 1.5 at 8 steps, 2 at 16, 3 at 32, 5 at 64, 9 at 128.
+`fewbits.kernels.stochastic.choice` takes these kernels, and what `estimated_clocks` says of them.
+Floors, times bfloat16 at its peak: 1.5 at 8 steps, 2 at 16, 3 at 32, 5 at 64, 9 at 128.
 """
 
 from __future__ import annotations

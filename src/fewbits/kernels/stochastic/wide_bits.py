@@ -37,8 +37,8 @@ _MOST_STAGES = 8
 _MAPPING_BLOCKS = 1024
 _WORKSPACE_BYTES = 2**30  # of a's bits
 
-# What a block takes for a step, in clocks of an H200, by its columns: the products of two warpgroups (64 each of
-# 128 columns, measured) and what surrounds them (a guess).
+# What a block takes for a step, in clocks of an H200, by its columns: the products of two warpgroups
+# (measured alone: 64 clocks each of 128 columns) and what surrounds them (a guess).
 _STEP_CLOCKS = {128: 165, 64: 90, 32: 60}
 
 
