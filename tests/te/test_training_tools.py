@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,3 +247,40 @@ def test_a_grad_scaler_and_gradients_in_float16(divides_first: bool) -> None:
             reference.step()
             torch.testing.assert_close(ours.float(), plain, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(ours.grad, gradient.to(kind), rtol=2e-3, atol=1e-3)
+
+
+def test_norms_and_scaling_of_many_tensors() -> None:
+    tools = te.optimizers
+    tensors = [torch.randn(3, 5), torch.randn(0), torch.randn(70).bfloat16(), torch.randn(2, 2).half()]
+    flag, each = torch.zeros(1, dtype=torch.int32), [t.double().norm() for t in tensors if t.numel()]
+    norm, norms = tools.multi_tensor_applier(tools.multi_tensor_l2norm, flag, [tensors], True)
+    torch.testing.assert_close(norms.double(), torch.stack(each))
+    torch.testing.assert_close(norm.double(), torch.stack(each).norm().view(1))
+    half, none = tools.multi_tensor_applier(
+        tools.multi_tensor_unscale_l2norm, flag, [tensors], torch.tensor([0.5])
+    )
+    torch.testing.assert_close(half, norm / 2)
+    assert none.numel() == 0 and not flag
+    targets = [torch.empty(t.shape, dtype=torch.bfloat16) for t in tensors]
+    for op, scale in (
+        (tools.multi_tensor_scale, 0.3),
+        (tools.multi_tensor_scale_tensor, torch.tensor([0.3])),
+    ):
+        tools.multi_tensor_applier(op, flag, [tensors, targets], scale)
+        for source, target in zip(tensors, targets, strict=True):
+            assert torch.equal(target, (source.float() * 0.3).bfloat16())
+        assert not flag
+    tensors[2][7] = torch.inf
+    tools.multi_tensor_applier(tools.multi_tensor_scale, flag, [tensors, tensors], 2.0)
+    assert flag == 1 and tensors[2][7] == torch.inf
+    assert tools.multi_tensor_applier(tools.multi_tensor_l2norm, flag, [[torch.empty(0)]]) is None
+    with pytest.raises(BadInput, match="one length"):
+        tools.multi_tensor_applier(tools.multi_tensor_scale, flag, [tensors, tensors[:1]], 2.0)
+
+
+def test_the_page_names_every_public_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "transformer-engine.md").read_text()
+    words = set(re.findall(r"[A-Za-z_]\w*", page))
+    inner = {"allow_loading", "keep_former_addresses", "annotations"}
+    public = {n for n, value in vars(te).items() if not n.startswith("_") and not inspect.ismodule(value)}
+    assert not public - words - inner

@@ -12,6 +12,12 @@ from torch.amp.grad_scaler import OptState
 
 from fewbits.errors import BadInput
 from fewbits.te.layers.module import refuse
+from fewbits.te.multi_tensor import MultiTensorApply as MultiTensorApply
+from fewbits.te.multi_tensor import multi_tensor_applier as multi_tensor_applier
+from fewbits.te.multi_tensor import multi_tensor_l2norm as multi_tensor_l2norm
+from fewbits.te.multi_tensor import multi_tensor_scale as multi_tensor_scale
+from fewbits.te.multi_tensor import multi_tensor_scale_tensor as multi_tensor_scale_tensor
+from fewbits.te.multi_tensor import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
 from fewbits.te.tensors.quantizers import Float8CurrentScalingQuantizer
 from fewbits.te.tensors.roles import DType
 
