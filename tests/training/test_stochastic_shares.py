@@ -62,6 +62,9 @@ def test_linears_that_run_int8_leave_the_budget_to_the_others():
 def test_refusals():
     with pytest.raises(BadInput, match="attention='all' is refused; give a length, 'auto' or None"):
         Calibration(attention="all")
+    for length in (0, 300):
+        with pytest.raises(BadInput, match=f"length of {length} is out of range; choose from 1 to 128"):
+            calibrated(tokens(4, 24), attention=length)
     with pytest.raises(BadInput, match="leaves attention no lengths to choose between"):
         calibrated(tokens(4, 24), budget=500, attention="auto")
     with pytest.raises(BadInput, match="no lengths to choose between"):

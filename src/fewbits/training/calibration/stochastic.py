@@ -218,7 +218,8 @@ def _measured(
 
 def _check_levels(settings: Calibration, options: Stochastic) -> None:
     longest = _longest(options)
-    wrong = [level for level in settings.levels if not 1 <= level <= longest]
+    lengths = [*settings.levels, *([settings.attention] if isinstance(settings.attention, int) else [])]
+    wrong = [level for level in lengths if not 1 <= level <= longest]
     if wrong:
         raise BadInput(f"a stream length of {wrong[0]} is out of range; choose from 1 to {longest}.")
 
