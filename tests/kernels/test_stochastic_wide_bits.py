@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
+from fewbits.formats.streams import product_tables
 from fewbits.kernels.stochastic import wide_bits
 from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref
 from tests.kernels import emulated
@@ -122,6 +123,36 @@ def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, 
     y = run(operands, STOCHASTIC, (32,), None)
     assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (32,)))
     assert [name for name, _ in driver.launches].count("stochastic_wide_bits") == 4
+
+
+@pytest.mark.parametrize("of_b", [False, True])
+def test_one_product_of_bits_and_two_of_bytes_count_with_signs(of_b: bool) -> None:
+    """Of all pairs of signed codes, from the tables alone, for options and lengths drawn at random."""
+    for _ in range(20):
+        prec, scramble = int(torch.randint(4, 9, ())), ("bitrev", "counter", "off")[int(torch.randint(3, ()))]
+        halve = bool(torch.rand(()) < 0.6)
+        length = int(torch.randint(1, min(128, 2 ** (prec - halve)) + 1, ()))
+        options = Stochastic(sc_prec=prec, halve_bipolar_stoc_len=halve, scramble=scramble).with_length(
+            length
+        )
+        tables = wide_bits.tables_of(options, (length,), 16, torch.device("cpu"), of_b=of_b)
+        assert tables is not None
+        mask = options.masks(16)[0]
+        counts = product_tables(options.streams, (mask,), torch.device("cpu"))[0].long()
+        counts = counts.mT if of_b else counts
+        width = 32 * tables.words // tables.share
+        codes = torch.arange(-options.max_code, options.max_code + 1)
+        s, size, sign = (codes < 0).long(), codes.abs(), codes.sign()
+        bits = (tables.words_a[0, 0][..., None] >> torch.arange(32) & 1).flatten(1)[size, :width].long()
+        x = bits ^ s[:, None]
+        z = tables.ones_b[0].long()[size] * sign
+        t, w = (z < 0).long(), z.abs() + (z.abs() >= tables.skip)
+        y = (torch.arange(width) < w[:, None]).long() ^ t[:, None]
+        k = -64 if width == 128 else 0
+        g, h = x.sum(1) + k * s, torch.where(t == 1, -w - k, w)
+        assert (-g).min() >= -128 and (-g).max() <= 127
+        signed = x @ y.mT - g[:, None] * t - s[:, None] * h
+        assert torch.equal(signed, counts[size][:, size] * sign[:, None] * sign)
 
 
 def test_what_has_no_tables() -> None:
