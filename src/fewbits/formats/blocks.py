@@ -105,6 +105,8 @@ def own_memory(x: Tensor) -> Tensor:
 
     What is stored holds all of that memory, and safetensors refuses it.
     """
+    if torch.compiler.is_compiling():
+        return x  # a graph of torch.compile cannot ask for the memory behind a tensor, and keeps no weights
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 
