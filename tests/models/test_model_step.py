@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fewbits
 from fewbits import FastLanguageModel
-from fewbits.errors import Unsupported
+from fewbits.errors import NotFinite, Unsupported
 from fewbits.models.fast import with_methods
 from fewbits.models.generation import loop, prompt_graph, step_experts
 from fewbits.models.generation.loop import decoding_of
@@ -131,6 +131,40 @@ def test_experts_by_every_way_are_the_same(family: str, rows: int) -> None:
             ours = experts(x, chosen, weights)
     torch.testing.assert_close(ours, need)
     assert config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_an_expert_that_nobody_chose_may_overflow(family: str) -> None:
+    """It computes rows that are not its own, in float16 perhaps to infinity; these count for nothing."""
+    experts = experts_of(mixture(family)).half()
+    x, chosen = (
+        torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).half(),
+        torch.tensor([[0, 1]] * 2),
+    )
+    weights = torch.full((2, 2), 0.5, dtype=torch.float16)
+    with torch.no_grad():
+        experts.down_proj[3].fill_(6e4)
+        experts.gate_up_proj[3].fill_(6e3)
+        need = experts(x, chosen, weights)
+        ours = step_experts._all_experts(experts, x, chosen, weights)
+        assert not experts(x, chosen + 2, weights).isfinite().all()
+    torch.testing.assert_close(ours, need)
+
+
+@pytest.mark.parametrize("kind", [None, {"keys": "int8", "newest": 3, "group": 32, "first": 2}])
+def test_a_prompt_that_is_not_finite_spoils_no_later_call(kind: Any, steps: list[int]) -> None:
+    """Its keys and values stand where later texts are shorter; hidden ones count zero times NaN."""
+    model = ready(tiny("gemma2", head_dim=32, layer_types=["full_attention"] * 2))
+    asked = {**GREEDY, "kv_cache": kind}
+    need = model.generate(tokens(1, 5), **asked)
+    count = len(steps)
+    assert count
+    vectors = model.get_input_embeddings()(tokens(1, 30, seed=3)).detach()
+    vectors[0, 12] = torch.nan
+    with pytest.raises(NotFinite):
+        model.generate(inputs_embeds=vectors, **asked)
+    del steps[:]
+    assert torch.equal(model.generate(tokens(1, 5), **asked), need) and len(steps) == count
 
 
 def test_another_way_that_was_chosen_stays() -> None:

@@ -37,6 +37,11 @@ class FixedLayer:
         )
         self.places = torch.zeros(rows, 1, 1, 1, dtype=torch.long, device=keys.device)
 
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        self.keys.zero_()
+        self.values.zero_()
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values (used, heads, 1, size) to their places; those of all places, in use or not.
 

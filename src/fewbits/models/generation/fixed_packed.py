@@ -44,6 +44,12 @@ class _Half:
         self.first = like.new_zeros(rows, heads, first, size)
         self.slots = torch.arange(newest + _AGAIN, device=like.device)
 
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        for tensor in (self.whole, self.codes, self.scales, self.ring, self.first):
+            if tensor is not None:
+                tensor.zero_()
+
     def fill(self, codes: Tensor, scales: Tensor, newest: Tensor, first: Tensor) -> None:
         """Take over a prompt (batch, heads, tokens, ...): what is packed, what is behind it, the first."""
         rows, packed, count = len(newest), codes.shape[2], newest.shape[2]
@@ -126,6 +132,11 @@ class FixedPackedLayer:
         self.keys, self.values = of_keys.new_zeros(rows, 1, 0, 1), of_values.new_zeros(rows, 1, 0, 1)
         self.places = torch.zeros(rows, 1, 1, 1, dtype=torch.long, device=self.keys.device)
         self.begin = torch.zeros_like(self.places)
+
+    def clear(self) -> None:
+        """Zeros everywhere."""
+        for half in self._halves.values():
+            half.clear()
 
     def fill(self, which: str, codes: Tensor, scales: Tensor, newest: Tensor, first: Tensor) -> None:
         """Take over "keys" or "values" (batch, heads, tokens, ...) of a prompt as a packed layer has them."""

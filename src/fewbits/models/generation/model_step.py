@@ -213,8 +213,14 @@ class ModelStep:
             self.batch = batch
         return batch <= self.rows
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Nothing to do: the modules read adapters where they are."""
+        """Let nothing of earlier calls stay: what is hidden counts with weight zero, and zero by NaN is NaN.
+
+        The modules read adapters where they are.
+        """
+        for layer in self._layers:
+            layer.clear()
 
     def choose(self, rows: Sequence[str]) -> None:
         """Nothing to do: every row has the active adapter."""

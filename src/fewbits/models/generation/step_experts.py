@@ -104,7 +104,9 @@ def _all_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
     if getattr(module, "has_post_expert_norm", False):
         outer = module.post_expert_norm(outer)
     share = top_k_weights.new_zeros(len(x), weight.shape[0]).scatter_add_(1, top_k_index, top_k_weights)
-    return (outer * share.t()[:, :, None]).sum(0).to(hidden_states.dtype)  # (E, T, H) by (E, T, 1)
+    share = share.t()[:, :, None]  # (E, T, 1)
+    # Of rows that are not its own an expert may make infinity, and zero times that is NaN.
+    return torch.where(share != 0, outer * share, 0).sum(0).to(hidden_states.dtype)
 
 
 def _product(module: Any, name: str, x: Tensor) -> Tensor:
