@@ -117,3 +117,16 @@ def test_a_call_that_failed_leaves_no_adapters_by_row(
         model.generate(**words, **GREEDY, adapter_names=["wide", "__base__", "late"])
     assert not any(module._forward_pre_hooks_with_kwargs for module in base.model.layers.modules())
     assert torch.equal(model(**prompt).logits, expected)
+
+
+def test_a_scaling_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an adapter that is not the active one."""
+    model, _ = adapted(monkeypatch)
+    prompt, names = padded(), ["wide", "__base__", "late"]
+    before = model.generate(**prompt, **GREEDY, adapter_names=names)
+    for module in model.modules():
+        if hasattr(module, "lora_A") and "wide" in module.scaling:
+            module.scaling["wide"] *= 6
+    after = model.generate(**prompt, **GREEDY, adapter_names=names)
+    assert torch.equal(after[0], alone(model, prompt, 0, "wide")) and not torch.equal(after[0], before[0])
+    assert torch.equal(after[1:], before[1:])

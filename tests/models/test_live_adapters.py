@@ -129,3 +129,16 @@ def test_adapters_that_are_not_there() -> None:
     assert len(list(answers(model, [Row(0, ids)], GREEDY))) == 1  # both, as always
     with pytest.raises(BadInput, match="the model's are: none"):
         list(answers(model_of("llama"), [Row(0, ids, 0, "wide")], GREEDY))
+
+
+def test_what_is_asked_between_two_answers_has_the_active_adapter() -> None:
+    """And a call that is refused there takes nothing away from the texts that follow."""
+    model, ids = adapted(), torch.tensor([rows()[0].ids])
+    need, prompt = made(model, GREEDY, slots=2), model.generate(ids, **GREEDY)
+    found = {}
+    for text in answers(model, named(), GREEDY, slots=2):
+        found[text.row.index] = text.tokens
+        assert torch.equal(model.generate(ids, **GREEDY), prompt)
+        with pytest.raises(BadInput):
+            model.generate(ids[:, :0], **GREEDY)
+    assert [found[i] for i in range(len(NAMES))] == need

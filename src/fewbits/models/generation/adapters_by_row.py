@@ -99,17 +99,19 @@ def adapter_rows(model: nn.Module) -> tuple[str, ...]:
     for module in all_modules(model):
         if "lora_A" in module._modules:
             hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if names_adapters(hook)]
-            return next((tuple(hook.keywords["adapter_names"]) for hook in hooks), ())
+            # Those of a batch that lives name none while its caller does something else.
+            return next((tuple(n) for hook in hooks if (n := hook.keywords["adapter_names"])), ())
     return ()
 
 
 def drop_adapter_rows(model: nn.Module) -> None:
     """Take away the hooks of a call with ``adapter_names`` that ended with an error: PEFT leaves them.
 
-    Every later call would have these adapters by row, whatever it asks for.
+    Every later call would have these adapters by row, whatever it asks for. Hooks of a batch that lives, in
+    the midst of which the call was made, stay.
     """
     for module in all_modules(model):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if names_adapters(hook)]:
+        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_of_peft(hook)]:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -117,6 +119,10 @@ def drop_adapter_rows(model: nn.Module) -> None:
 def names_adapters(hook: Any) -> bool:
     """Whether a hook is the one by which PEFT hands ``adapter_names`` to its layers."""
     return isinstance(hook, partial) and "adapter_names" in hook.keywords
+
+
+def _is_of_peft(hook: Any) -> bool:
+    return names_adapters(hook) and hook.func.__module__.startswith("peft.")
 
 
 def _branches(module: Any, path: str, names: Sequence[str]) -> Iterator[tuple[str, Branch]]:

@@ -29,7 +29,8 @@ def state_and_writes(model: Any) -> tuple[tuple[Any, ...], int]:
             of_peft[kind] = isinstance(getattr(kind, "disable_adapters", None), property)
         if "lora_A" in children and hasattr(module, "merged"):
             active = () if module.disable_adapters or module.merged else tuple(module.active_adapters)
-            state.append((active, tuple(module.scaling.get(a) for a in active), bool(module.merged)))
+            # Of adapters that are not active too: rows of a call may name them.
+            state.append((active, tuple(module.scaling.items()), bool(module.merged)))
         elif of_peft[kind]:  # its other methods, and modules that train whole
             scaling = vars(module).get("scaling")
             scales = tuple(scaling.items()) if isinstance(scaling, dict) else ()

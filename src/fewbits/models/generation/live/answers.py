@@ -114,6 +114,7 @@ def answers(
         for text in texts:
             if text.stopped_by in ("not finite", "banned"):
                 refuse(base, f"row {text.row.index + 1}", banned=text.stopped_by == "banned")
+            adapters.nobodys()  # whoever takes the text may ask the model for something else
             yield text
         if report.way != "one by one":
             report.steps, report.mean_texts = batch.steps, batch.filled / max(batch.steps, 1)

@@ -67,6 +67,10 @@ class RowAdapters:
         """The adapters of the rows of the next forwards."""
         self._now[:] = [self.of(name) for name in names] if self.names else []
 
+    def nobodys(self) -> None:
+        """The next forwards are none of the call's own, until `next_rows` says otherwise."""
+        self._now.clear()
+
     @contextmanager
     def handed_over(self) -> Iterator[None]:
         """Layers are told meanwhile."""
@@ -84,4 +88,4 @@ class RowAdapters:
 def _hand_over(
     module: nn.Module, args: Any, kwargs: dict[str, Any], adapter_names: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    return args, {**kwargs, "adapter_names": list(adapter_names)}
+    return args, {**kwargs, "adapter_names": list(adapter_names)} if adapter_names else kwargs
