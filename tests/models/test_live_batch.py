@@ -12,10 +12,12 @@ from fewbits.errors import BadInput, NotFinite
 from fewbits.models.fast import with_methods
 from fewbits.models.generation import step_products
 from fewbits.models.generation.live import answers as live
-from fewbits.models.generation.live import step_slots
+from fewbits.models.generation.live import plan, step_slots
 from fewbits.models.generation.live.answers import Report, answers
 from fewbits.models.generation.live.plan import SlotSize, plan_slots
+from fewbits.models.generation.live.prompts import Prompts
 from fewbits.models.generation.live.rows import Row, Text
+from fewbits.models.generation.loop import decoding_of
 from tests.models.emulated import on_a_cpu
 from tests.models.tiny import tiny, tokens
 
@@ -259,3 +261,40 @@ def test_a_consumer_that_stops_leaves_the_model_as_it_was() -> None:
     assert torch.is_grad_enabled()
     texts.close()
     assert all(module.training for module in model.modules())
+
+
+def test_prompts_that_are_read_ahead_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan knows of one prompt beside the slots: no more wait than a forward reads, and one forward."""
+    monkeypatch.setattr(live, "_looks_seldom", lambda device: True)
+    monkeypatch.setattr(live, "_LOOK_EVERY", 2)
+    monkeypatch.setitem(live._PIECE_TOKENS, "cpu", 32)
+    turn, held = Prompts.turn, []
+
+    def counted(self: Prompts, prompts: Any) -> None:
+        turn(self, prompts)
+        held.append(sum(len(prompt.ids) for prompt in self.ready))
+
+    monkeypatch.setattr(Prompts, "turn", counted)
+    model = model_of("llama")
+    rows = [Row(i, tuple(tokens(1, 30, seed=i)[0].tolist())) for i in range(40)]
+    asked = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    assert len(list(answers(model, rows, asked, slots=16))) == 40
+    assert 30 < max(held) <= 2 * 32
+
+
+def test_slots_are_planned_with_the_memory_of_an_earlier_calls_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots stand in its place, so that it is free by then."""
+    on_a_cpu(monkeypatch)
+    model, asked = model_of("llama", dtype=torch.bfloat16), {"max_new_tokens": 4, "do_sample": False}
+    model.generate(tokens(8, 9), **asked)
+    step = decoding_of(model).step
+    assert step is not None
+    size = 2 * sum(keys.numel() * keys.element_size() for keys in step.keys)
+    del step
+    monkeypatch.setattr(
+        plan, "free_bytes", lambda device: size + (0 if decoding_of(model).step is not None else 9 * size)
+    )
+    report = Report()
+    rows = [Row(i, tuple(tokens(1, 100, seed=i)[0].tolist())) for i in range(32)]
+    assert len(list(answers(model, rows, asked, slots=32, report=report))) == 32
+    assert report.way == "kernels"

@@ -185,6 +185,11 @@ def _batch(
 ) -> LiveBatch:
     settings, report, kind = around.settings, around.report, around.kind
     device = model.device
+    reason = why_not(model) or why_not_cache(model, kind)
+    if not reason and not around.held.enter_context(alone(around.state)):
+        reason = "another call of generate() runs on this model"
+    if not reason:
+        around.state.step = around.state.together = None  # their memory first
     most_tokens = _PIECE_TOKENS.get(device.type, 512)
     together = device.type == "cuda"
     prompts = Prompts(model, most_tokens=most_tokens, together=together, adapters=around.adapters)
@@ -194,7 +199,6 @@ def _batch(
     if not bool(first.logits.isfinite().all()):
         refuse(model, f"row {rows[0].index + 1}")
     report.cache = "" if kind is None else kind.name
-    reason = why_not(model) or why_not_cache(model, kind)
     look_every = _LOOK_EVERY if _looks_seldom(device) else 1
     each = size_of_slot(first, packed_layers(model, kind, len(first.keys)), kind, decoded=bool(reason))
     # The longest prompt is read in 16 bits, beside the slots.
@@ -216,12 +220,11 @@ def _looks_seldom(device: torch.device) -> bool:
 
 
 def _kernels(model: Any, around: _Around, size: tuple[int, int], first: Read, reason: str) -> Slots | None:
-    """Slots over decoding's kernels, held for this call alone; None if there are none, and why."""
+    """Slots over decoding's kernels; None if there are none, and why."""
     state, report = around.state, around.report
     try:
-        if reason or not around.held.enter_context(alone(state)):
-            raise Unsupported(reason or "another call of generate() runs on this model")
-        state.step = state.together = None  # their memory first
+        if reason:
+            raise Unsupported(reason)
         how: dict[str, Any] = {"kind": around.kind, "adapters": around.adapters}
         slots = StepSlots(model, count=size[0], room=size[1], **how)
         slots.prove(first)

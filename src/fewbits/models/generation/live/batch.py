@@ -78,10 +78,16 @@ class LiveBatch:
         return [row.prompt for row, _ in zip(waiting, range(self.slots.count), strict=False)]
 
     def _read_ahead(self, waiting: deque[Row]) -> None:
-        """One forward towards prompts of rows that may join at the next look."""
+        """One forward towards prompts of rows that may join at the next look.
+
+        None while a forward's tokens wait already: what is read lies in 16 bits beside the slots, whose plan
+        knows of one prompt.
+        """
         following = self._next_prompts(waiting)
         soon = following[: max(len(self.texts) // 4, 1)]
-        if any(prompt not in self.prompts.ready for prompt in soon):
+        ready = self.prompts.ready
+        held = sum(len(prompt.ids) for prompt in dict.fromkeys(following) if prompt in ready)
+        if held < self.prompts.most_tokens and any(prompt not in ready for prompt in soon):
             self.prompts.turn(following)
 
     def _advance(self, waiting: deque[Row]) -> None:
