@@ -8,19 +8,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import fewbits
+from fewbits import FastLanguageModel
+from fewbits.decoder.fuse import fuse
 from fewbits.formats import get_format
 from fewbits.kernels.generation.batch_rows import batch_rows_ref
 from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm
-from fewbits.models.generation import products
+from fewbits.models.fast import with_methods
+from fewbits.models.generation import loop, products, step_products
+from fewbits.models.generation.loop import decoding_of
+from fewbits.models.generation.model_state import state_of_model
 from fewbits.models.generation.products import DecodedWeights, ManyRows
 from fewbits.models.generation.step import DecodeStep
 from fewbits.models.generation.step_cache import StepCache
 from fewbits.nn.linear import QuantizedLinear
-from tests.models.tiny import tiny
+from tests.models.emulated import on_a_cpu
+from tests.models.tiny import tiny, tokens
 
 CPU = torch.device("cpu")
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
 def _model() -> nn.Module:
@@ -80,8 +88,6 @@ def test_weights_stay_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_steps_over_one_cache_share_decoded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fewbits.models.generation import step_products
-
     monkeypatch.setattr(step_products, "_FEWEST_KEPT", 3)
     model = tiny("llama", dtype=torch.bfloat16)
     fewbits.convert(model, "qlora_nf4")
@@ -94,6 +100,66 @@ def test_steps_over_one_cache_share_decoded_weights(monkeypatch: pytest.MonkeyPa
         step.tokens.copy_(torch.arange(6) + 7)
     apart = (whole.run() - alone.run()).norm() / alone.logits.norm()
     assert float(apart) < 2**-6
+
+
+def ready(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Any:
+    """A packed model whose steps of three texts and more keep decoded weights."""
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(step_products, "_FEWEST_KEPT", 3)
+    model = tiny("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.model.layers.parameters():
+            parameter.add_((0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter))
+    fewbits.convert(model, "qlora_nf4")
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return with_methods(model.requires_grad_(False))
+
+
+def test_weights_that_are_loaded_into_a_model_are_those_of_its_next_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``load_state_dict`` writes into the packed weights' memory, beside which decoded ones stay."""
+    model, other, ids = ready(monkeypatch), ready(monkeypatch, 1), tokens(4, 9)
+    before, need = (m.generate(ids, **GREEDY) for m in (model, other))
+    step = decoding_of(model).step
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.generate(ids, **GREEDY), need) and not torch.equal(before, need)
+    assert decoding_of(model).step is step and step.products.decoded is not None  # type: ignore[union-attr]
+
+
+def test_a_model_that_is_to_generate_keeps_them_until_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and embeddings of a loaded model say that they train, which nobody means after for_inference."""
+    model = ready(monkeypatch)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    fuse(model)
+    model.generate(tokens(4, 9), **GREEDY)
+    assert decoding_of(model).step.products.decoded is None  # type: ignore[union-attr]
+    loop._STATES.pop(model)
+    FastLanguageModel.for_inference(model)
+    model.generate(tokens(4, 9), **GREEDY)
+    assert decoding_of(model).step.products.decoded is not None  # type: ignore[union-attr]
+    FastLanguageModel.for_training(model)
+    assert decoding_of(model).step is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_makes_room_for_a_long_prompt(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, values and weights of an earlier call are no reason to refuse one; a caller's cache goes on."""
+    model = ready(monkeypatch)
+    words = {"past_key_values": DynamicCache()} if own else {}
+    need = type(model).generate(model, tokens(1, 60), **GREEDY)
+    model.generate(tokens(4, 9), **GREEDY)
+
+    def full(_: Any, __: Any, given: dict[str, Any]) -> None:
+        if given["input_ids"].shape[1] == 60 and decoding_of(model).step is not None:
+            raise torch.OutOfMemoryError("full")
+
+    hook = model.register_forward_pre_hook(full, with_kwargs=True)
+    decoding_of(model).of_model = state_of_model(model)  # but for the hook it is the same model
+    assert torch.equal(model.generate(tokens(1, 60), **GREEDY, **words), need)
+    hook.remove()
 
 
 SHAPES: list[Any] = [(3, 2, 8, 4), (3, 1, 8, 4), (3, 2, 8, 4), (3, 2, 0, 4)]

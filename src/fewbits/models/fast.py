@@ -292,13 +292,13 @@ def _is_on_gpu(model: nn.Module) -> bool:
 def _keep_caches(model: nn.Module, keep: bool) -> None:
     """Whether fused layers in evaluation mode fill the KV cache that a loop of one's own goes on with.
 
-    A model that trains lets go of its prompts' graphs, and of their memory.
+    A model that trains lets go of its prompts' graphs and decoded weights, and of their memory.
     """
     fusion = fusion_of(model)
     if fusion is not None:
         fusion.is_for_inference(keep)
     if not keep:
-        decoding_of(model).prompts.forget()
+        decoding_of(model).make_room()
 
 
 def _fused_on_gpu(model: nn.Module) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from fewbits.errors import Unsupported
 from fewbits.host.unwrap import unwrap
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.own_caches import continues
@@ -31,6 +33,16 @@ _STATIC = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _OTHER_CACHES = {
     "quantized": ', by other packages; kv_cache="int4" or "int8" keeps keys and values in few bits here',
     "paged": ", which is transformers' continuous batching; fewbits.generate_many is ours",
+}
+# What transformers hands a loop beside the ids: read here, or of no consequence for it.
+_READ_HERE = {
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
 }
 
 
@@ -126,3 +138,20 @@ def speculates(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether a call of ``generate`` asks for guesses."""
     lookup = option_of(model, arguments, "prompt_lookup_num_tokens")
     return bool(lookup) or arguments.get("assistant_model") is not None
+
+
+def check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
+    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
+    others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
+    if others:
+        raise Unsupported(f"the call passes {', '.join(others)} to the model.")
+    if input_ids.device != model.device:
+        raise Unsupported("the prompts are not on the model's device.")
+    places = torch.arange(input_ids.shape[1], device=input_ids.device) - padding[:, None]
+    positions = keywords.get("position_ids")
+    if positions is None:
+        return
+    if positions.shape[-1] != places.shape[-1] or bool(
+        ((positions.to(places) != places) & (places >= 0)).any()
+    ):
+        raise Unsupported("the call passes position_ids of its own.")

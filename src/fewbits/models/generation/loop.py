@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,12 +25,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fewbits.decoder.fuse import free_prompt_weights
+from fewbits.decoder.fuse import free_prompt_weights, fusion_of
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
 from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.calls import (
+    check_keywords,
     drops,
     option_of,
     other_speculation,
@@ -67,16 +68,6 @@ logger = logging.getLogger("fewbits")
 _STATES: WeakKeyDictionary[Any, Decoding] = WeakKeyDictionary()
 _EXACT = {torch.float32: 1e-3, torch.float64: 1e-6}  # how far apart logits may be; 16 bits: `ROUNDING`
 _ROOM_STEP = 256  # tokens: a longer prompt of the next call often finds room
-# What transformers hands a loop beside the ids: read here, or of no consequence for it.
-_READ_HERE = {
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "logits_to_keep",
-    "tokenizer",
-}
 
 
 class Decoding:
@@ -98,6 +89,12 @@ class Decoding:
         self.refused = self.no_kernels = ""  # why there is no step at all, and none of decoding's kernels
         self.refused_caches: dict[KVCache, str] = {}  # the same of steps over packed keys and values
         self.said: set[str] = set()
+
+    def make_room(self) -> None:
+        """Let go of graphs of prompts, and of a step that keeps decoded weights: the model is to train."""
+        self.prompts.forget()
+        if isinstance(self.step, DecodeStep) and self.step.products.decoded is not None:
+            self.step = self.together = None
 
     def say(self, reason: str, done: str = "generate() decodes through transformers' own loop") -> None:
         """One line for each reason: what is done instead, and why."""
@@ -214,15 +211,12 @@ def _decode(
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
             padding = left_padding(read, mask)
-            _check_keywords(model, read, padding, keywords)
+            check_keywords(model, read, padding, keywords)
             before = 0 if own_cache is None else length_of(own_cache, read, padding, end)
             restore = None if own_cache is None else remember(own_cache)
             piece = generation_config.prefill_chunk_size
             how = HowToRead(kv_cache, embedded, piece, own_cache, before, restore)
-            prompt = state.prompts.read(model, read, padding, how)
-            if state.prompts.refused:
-                state.say(state.prompts.refused.rstrip("."), "short prompts are read launch by launch")
-            prompt = prompt or read_prompt(model, read, mask, padding, how)
+            prompt, how = _read(state, model, read, mask, padding, how)
             step = _ready_or_as_before(state, model, read, prompt, (padding, mask, end, how))
         except Unsupported as error:
             state.say(str(error).rstrip("."))
@@ -250,6 +244,26 @@ def _decode(
         streamer=streamer,
         **{**keywords, **packed_keywords(model, kv_cache, mask)},
     )
+
+
+def _read(
+    state: Decoding, model: nn.Module, read: Tensor, mask: Tensor | None, padding: Tensor, how: HowToRead
+) -> tuple[ReadPrompt, HowToRead]:
+    """The prompt, read once more where what earlier calls left took the memory for it."""
+    try:
+        prompt = state.prompts.read(model, read, padding, how)
+        if state.prompts.refused:
+            state.say(state.prompts.refused.rstrip("."), "short prompts are read launch by launch")
+        return prompt or read_prompt(model, read, mask, padding, how), how
+    except torch.OutOfMemoryError:
+        if state.step is None and not state.prompts.graphs:
+            raise
+    state.step = state.together = None
+    state.prompts.forget()
+    if how.restore is not None:
+        how.restore()
+        how = replace(how, restore=remember(how.cache))
+    return read_prompt(model, read, mask, padding, how), how
 
 
 def _most_guesses(generation_config: Any, draft: Any) -> int:
@@ -311,23 +325,6 @@ def alone(state: Decoding) -> Iterator[bool]:
     finally:
         if is_alone:
             state.busy.release()
-
-
-def _check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
-    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
-    others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
-    if others:
-        raise Unsupported(f"the call passes {', '.join(others)} to the model.")
-    if input_ids.device != model.device:
-        raise Unsupported("the prompts are not on the model's device.")
-    places = torch.arange(input_ids.shape[1], device=input_ids.device) - padding[:, None]
-    positions = keywords.get("position_ids")
-    if positions is None:
-        return
-    if positions.shape[-1] != places.shape[-1] or bool(
-        ((positions.to(places) != places) & (places >= 0)).any()
-    ):
-        raise Unsupported("the call passes position_ids of its own.")
 
 
 def _ready_or_as_before(
@@ -439,7 +436,9 @@ def _maker(
     own = getattr(cache, "kind", None)
     if not state.no_kernels:
         # The step stays between calls: a model that trains between them wants the memory itself.
-        keep = not any(p.requires_grad for p in model.parameters())
+        fusion = fusion_of(model)
+        keep = fusion is not None and fusion.for_inference
+        keep = keep or not any(p.requires_grad for p in model.parameters())
         how: dict[str, Any] = {"kv_cache": own, "adapters": sorted({*rows}), "keep_decoded": keep}
         return lambda room: DecodeStep(model, batch=batch, room=room, **how)
     if why_no_model_step(model):

@@ -44,6 +44,7 @@ class DecodedWeights:
         self.kept = 0 < needed <= _MOST * free_bytes(device)
         # By the packed weights side by side, which live as long as this does.
         self._dense: dict[tuple[int, ...], tuple[Sequence[Packed | Tensor], Tensor]] = {}
+        self._writes: dict[tuple[int, ...], int] = {}  # how many torch had counted when they were decoded
 
     def of(self, weights: Sequence[Packed | Tensor]) -> Tensor | None:
         """Weights (N_i, K) in one (sum of N_i, K); None if they are not kept, or not packed."""
@@ -53,7 +54,24 @@ class DecodedWeights:
         if key not in self._dense:
             dense = [dequantize(w, self._dtype) for w in weights if isinstance(w, Packed)]
             self._dense[key] = weights, dense[0] if len(dense) == 1 else torch.cat(dense)
+            self._writes[key] = _writes_into(weights)
         return self._dense[key][1]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Decode anew, in its place, what somebody has written into (``load_state_dict``)."""
+        for key, (weights, dense) in self._dense.items():
+            writes = _writes_into(weights)
+            if writes != self._writes[key]:
+                places = dense.split([w.shape[0] for w in weights])
+                for place, w in zip(places, weights, strict=True):
+                    place.copy_(dequantize(w, self._dtype) if isinstance(w, Packed) else w)
+                self._writes[key] = writes
+
+
+def _writes_into(weights: Sequence[Packed | Tensor]) -> int:
+    parts = [part for w in weights if isinstance(w, Packed) for part in w.parts.values()]
+    return sum(part._version for part in parts if not part.is_inference())
 
 
 class ManyRows:

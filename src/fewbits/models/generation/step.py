@@ -222,8 +222,10 @@ class DecodeStep:
         return batch == self.batch
 
     def refresh(self) -> None:
-        """Take over the adapters' newest values."""
+        """Take over the newest values of the adapters, and of weights that stay decoded."""
         self._adapters.refresh()
+        if self.products.decoded is not None:
+            self.products.decoded.refresh()
 
     def choose(self, rows: Sequence[str]) -> None:
         """Give each row the adapter of this name; only where the step was made with ``adapters``."""
