@@ -14,7 +14,7 @@ import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import NotFinite, Unsupported
 from fewbits.models.fast import with_methods
-from fewbits.models.generation import loop, prompt_graph, step_experts
+from fewbits.models.generation import loop, model_step, prompt_graph, step_experts
 from fewbits.models.generation.loop import decoding_of
 from fewbits.models.generation.model_step import HostReads, ModelStep, why_no_model_step
 from fewbits.models.generation.packed_cache import PackedCache
@@ -106,6 +106,35 @@ def test_mixtures_of_experts(family: str, steps: list[int]) -> None:
         assert model.config._experts_implementation == way
         del steps[:]
         loop._STATES.pop(model)
+
+
+def test_a_step_that_is_recorded_under_autocast_casts_weights_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autocast's copies go when its block ends; a graph would read them in the next one, or outside of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    model = ready(tiny("gemma2"))
+    weights = {id(p) for p in model.model.layers.parameters() if p.dim() == 2}
+    cast: set[int] = set()
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cast.update(id(x) for x in args if "_to_copy" in str(func) and id(x) in weights)
+            return func(*args, **(kwargs or {}))
+
+    def watched(device: torch.device) -> Any:
+        cast.clear()
+        return Casts()
+
+    monkeypatch.setattr(model_step, "no_waits", watched)
+    need = type(model).generate(model, tokens(1, 9), **GREEDY)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(tokens(1, 9), **GREEDY)
+    step = decoding_of(model).step
+    assert cast == weights and torch.is_autocast_cache_enabled()
+    assert torch.equal(model.generate(tokens(1, 9), **GREEDY), need)
+    assert step is not None and decoding_of(model).step is not step
 
 
 def experts_of(model: Any) -> Any:

@@ -141,7 +141,14 @@ def speculates(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 
 def check_keywords(model: nn.Module, input_ids: Tensor, padding: Tensor, keywords: dict[str, Any]) -> None:
-    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it."""
+    """Raise `Unsupported` for what the model's own forward would be given and this loop does not give it.
+
+    Args:
+        model: the model.
+        input_ids: (batch, length); only the shape and the device count where there are vectors.
+        padding: (batch,) tokens in front of each.
+        keywords: what transformers hands to a loop.
+    """
     others = sorted(name for name in keywords.keys() - _READ_HERE if keywords[name] is not None)
     if others:
         raise Unsupported(f"the call passes {', '.join(others)} to the model.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fewbits.host.walks import all_modules
 from fewbits.models.adapting.checkpointed_layers import let_gradients_begin
 from fewbits.models.generation.adapters_by_row import names_adapters
@@ -19,7 +21,8 @@ def state_of_model(model: Any) -> tuple[Any, ...]:
 
 def state_and_writes(model: Any) -> tuple[tuple[Any, ...], int]:
     """`state_of_model`, and how often torch has counted a write into frozen weights; in one walk."""
-    state: list[Any] = []
+    kinds = ("cuda", "cpu")
+    state: list[Any] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
     writes = 0
     of_peft: dict[type, bool] = {}
     module: Any

@@ -132,6 +132,17 @@ def no_waits(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
+@contextmanager
+def casts_in_place() -> Iterator[None]:
+    """Let autocast cast weights where they are used: the copies that it keeps go when its block ends."""
+    before = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 class ModelStep:
     """The step of one model for a number of texts; see `DecodeStep`, whose place it takes.
 
@@ -270,11 +281,12 @@ class ModelStep:
         if self.batch in self.graphs:
             return
         try:
-            self.run()  # products by kernels are prepared, which reads scales
-            with no_waits(self.device):
-                self.run()
-            if self.device.type == "cuda":
-                self.graphs[self.batch] = self._recorded()
+            with casts_in_place():
+                self.run()  # products by kernels are prepared, which reads scales
+                with no_waits(self.device):
+                    self.run()
+                if self.device.type == "cuda":
+                    self.graphs[self.batch] = self._recorded()
         except torch.OutOfMemoryError:
             raise
         except CANNOT as error:

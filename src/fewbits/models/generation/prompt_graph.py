@@ -30,7 +30,7 @@ from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.model_state import state_and_writes
-from fewbits.models.generation.model_step import CANNOT, no_waits, why_not_modules
+from fewbits.models.generation.model_step import CANNOT, casts_in_place, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
 from fewbits.models.generation.step import rope_kind
 from fewbits.nn.experts import QuantizedExperts
@@ -138,7 +138,7 @@ class PromptGraphs:
             return None
         try:
             # Inference mode's tensors could not be written by a later call outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), casts_in_place():
                 graph = _PromptGraph(model, size, input_ids.device)
                 graph.take(input_ids)
                 graph.run()  # tables are made, which wait for the device once
