@@ -274,6 +274,10 @@ def test_norms_and_scaling_of_many_tensors() -> None:
     tools.multi_tensor_applier(tools.multi_tensor_scale, flag, [tensors, tensors], 2.0)
     assert flag == 1 and tensors[2][7] == torch.inf
     assert tools.multi_tensor_applier(tools.multi_tensor_l2norm, flag, [[torch.empty(0)]]) is None
+    one, trained = torch.tensor(3.0), torch.nn.Parameter(torch.zeros(()))
+    tools.multi_tensor_applier(tools.multi_tensor_scale_tensor, flag, [[one], [trained]], torch.tensor([2.0]))
+    assert trained == 6 and trained.is_leaf
+    assert not tools.multi_tensor_applier(tools.multi_tensor_l2norm, flag, [[trained]])[0].requires_grad
     with pytest.raises(BadInput, match="one length"):
         tools.multi_tensor_applier(tools.multi_tensor_scale, flag, [tensors, tensors[:1]], 2.0)
 

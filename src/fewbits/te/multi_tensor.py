@@ -45,6 +45,7 @@ class MultiTensorApply:
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
+@torch.no_grad()
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float
 ) -> None:
@@ -67,9 +68,10 @@ def multi_tensor_scale_tensor(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: Tensor
 ) -> None:
     """`multi_tensor_scale` with a scale (1,) that is not read by the host; ``noop_flag`` is (1,) int32."""
-    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)  # type: ignore[arg-type]
+    multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale.reshape(()))  # type: ignore[arg-type]
 
 
+@torch.no_grad()
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -89,6 +91,7 @@ def multi_tensor_l2norm(
     return each.norm().view(1), each if per_tensor else each.new_empty(0)
 
 
+@torch.no_grad()
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
