@@ -289,3 +289,6 @@ def test_a_checkpoint_of_other_layers_says_which_and_how_to_go_on(tmp_path):
     assert "all-linear" not in str(error.value)
     with pytest.raises(SpecMismatch, match="written for another model or other adapters"):
         load_weights(get_peft_model(mixture("mixtral"), r=8, target_modules=attention), tmp_path)
+    save_weights(get_peft_model(mixture("mixtral"), r=4), tmp_path)
+    with pytest.raises(SpecMismatch, match="resume with the configuration it was started with"):
+        load_weights(get_peft_model(mixture("mixtral"), r=4, target_modules=attention), tmp_path)

@@ -259,7 +259,7 @@ def misfit(folder: Path, odd: str, target: Iterable[str], stored: Iterable[str])
         stored: names of the checkpoint's.
     """
     now, then = _adapted(target), _adapted(stored)
-    if not then or now == then:
+    if not then or now == then or "experts" in then:  # which lora_targets does not take by this name
         return (
             f"{folder} was written for another model or other adapters ({odd} does not fit); resume with the"
             " configuration it was started with."
