@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
+from fewbits.cli.sc.commands import words_of_shares
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import STOCHASTIC
 from fewbits.inference.stochastic.trace import Trace
@@ -69,3 +71,11 @@ def test_refusals():
         calibrated(tokens(4, 24), budget=500, attention="auto")
     with pytest.raises(BadInput, match="no lengths to choose between"):
         calibrated(tokens(4, 24), budget=8, attention="auto")
+
+
+def test_one_window_says_nothing_that_json_cannot() -> None:
+    config = calibrated(tokens(1, 16), budget=64, attention="auto")
+    facts = config.calibration["attention_shares"]
+    json.dumps(config_to_plain(config), allow_nan=False)
+    assert facts["against_equal"] is not None and facts["against_equal"][1:] == [None, None]
+    assert "one window says not how surely" in words_of_shares(facts)

@@ -160,20 +160,20 @@ def _calibrate(args: Namespace) -> int:
         soft_wrap=True,
     )
     if (shares := figures.get("attention_shares")) is not None:
-        console().print(_words_of_shares(shares), highlight=False, soft_wrap=True)
+        console().print(words_of_shares(shares), highlight=False, soft_wrap=True)
     return 0
 
 
-def _words_of_shares(shares: dict[str, Any]) -> str:
+def words_of_shares(shares: dict[str, Any]) -> str:
+    """What was chosen for attention, in a sentence."""
     head = (
         f"attention: QK^T {shares['scores']} cycles, PV {shares['values']}, of {shares['tried']} shares tried"
     )
     if shares["against_equal"] is None:
         return f"{head}; none was better than equal ones."
     mean, low, high = shares["against_equal"]
-    return (
-        f"{head}; {mean:+.4f} nats a token against equal ones (95 %: {low:+.4f} to {high:+.4f}) on this text."
-    )
+    sure = "one window says not how surely" if low is None else f"95 %: {low:+.4f} to {high:+.4f}"
+    return f"{head}; {mean:+.4f} nats a token against equal ones ({sure}) on this text."
 
 
 def _operands(args: Namespace) -> Any:

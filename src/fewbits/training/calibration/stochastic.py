@@ -11,6 +11,7 @@ loses counts as often as rows came to it; one to which none came keeps the optio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.host.conversion import conversion_of
+from fewbits.inference.paired import Interval
 from fewbits.models.packing.convert import linears_to_replace
 from fewbits.models.packing.split_experts import experts_split
 from fewbits.models.stochastic.in_model import facts_of
@@ -157,10 +159,15 @@ def calibrate_stochastic(
         "scores": shares.scores,
         "values": shares.values,
         "tried": shares.tried,
-        "against_equal": None if interval is None else [interval.mean, interval.low, interval.high],
+        "against_equal": None if interval is None else _numbers(interval),
     }
     whole = {"mean_cycles": round(shares.mean_cycles, 3), "attention_shares": facts}
     return replace(shares.config, calibration={**shares.config.calibration, **whole})
+
+
+def _numbers(interval: Interval) -> list[float | None]:
+    """Mean and ends; None for those at infinity, of one window alone, which JSON has no word for."""
+    return [x if math.isfinite(x) else None for x in (interval.mean, interval.low, interval.high)]
 
 
 @dataclass(frozen=True)
