@@ -258,6 +258,21 @@ def test_an_adapter_with_the_same_settings_is_trained_on(trainable: bool, tmp_pa
     assert set(get_peft_model(model, LoRA(r=8), adapter_name="other").peft_config) == {"default", "other"}
 
 
+@pytest.mark.parametrize("way", ["off", "deleted"])
+def test_get_peft_model_gives_adapters_that_train(way: str) -> None:
+    """Also where they were switched off, or all deleted: they computed nothing then, in silence."""
+    model = get_peft_model(packed(), r=4)
+    if way == "off":
+        model.base_model.disable_adapter_layers()
+    else:
+        model.delete_adapter("default")
+    again = get_peft_model(model, r=4)
+    assert again is model and again.active_adapters == ["default"]
+    again(input_ids=tokens(), labels=tokens()).loss.backward()
+    trained = [p for p in again.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None for p in trained)
+
+
 def test_targets_that_match_nothing_are_listed() -> None:
     model = packed("phi3")
     assert resolve_targets(model, "all-linear") == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]

@@ -351,3 +351,36 @@ def test_experts_that_were_kept_come_back_unless_an_adapter_was_merged() -> None
     assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
     theirs = mixture("qwen3_moe").bfloat16()
     assert torch.equal(logits(plain, tokens()), logits(theirs, tokens()))
+
+
+@pytest.mark.filterwarnings("ignore:merging into")
+@pytest.mark.parametrize("way", ["restore", "dequantize"])
+def test_adapters_stay_over_experts_that_become_plain_again(way: str, tmp_path) -> None:
+    adapted = adapted_mixture(tmp_path, "qwen3_moe", "all-linear")
+    expected = loss_and_gradients(adapted)
+    fewbits.restore(adapted) if way == "restore" else adapted.dequantize()
+    assert not any(isinstance(module, QuantizedExperts) for module in adapted.modules())
+    found = loss_and_gradients(adapted)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-3, atol=1e-5)
+    before = logits(adapted, tokens())
+    adapted.merge_adapter()
+    torch.testing.assert_close(logits(adapted, tokens()), before, rtol=0, atol=2e-5)
+    adapted.unmerge_adapter()
+    torch.testing.assert_close(logits(adapted, tokens()), before, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
+def test_what_stands_plain_beside_a_packed_weight_does_not_train(leaf: str) -> None:
+    """It got no gradient, and adapters ended with a KeyError."""
+    model = mixture("qwen3_moe").train()
+    recipe = Recipe(name="half", linear=Rule(weight=FORMATS["nf4"]), skip=(f"*.experts.{leaf}",))
+    fewbits.convert(model, recipe)
+    with pytest.raises(Unsupported, match=f"^{leaf} of these experts is plain, and gets no gradient"):
+        model(input_ids=tokens())
+    with pytest.raises(Unsupported, match=f"^{leaf} of .* is plain beside a packed weight"):
+        fewbits.get_peft_model(model)
+    adapted = fewbits.get_peft_model(model, exclude_modules=["experts"])
+    adapted(input_ids=tokens(), labels=tokens()).loss.backward()

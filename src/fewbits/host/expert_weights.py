@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 WEIGHTS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 
 
+def all_weights_of(module: nn.Module) -> tuple[str, ...]:
+    """`weights_of`, with those that packed experts hold as they were."""
+    if not isinstance(module, QuantizedExperts):
+        return weights_of(module)
+    return next((names for names in WEIGHTS if all(hasattr(module, name) for name in names)), ())
+
+
 def weights_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the 3-D weights of a module that holds experts as transformers does; none if it is no such."""
     if isinstance(module, QuantizedExperts):

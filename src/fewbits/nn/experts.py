@@ -167,13 +167,15 @@ class QuantizedExperts(nn.Module):
         """Rows (T, H), chosen experts (T, k) and their weights (T, k) to (T, H).
 
         Raises:
-            Unsupported: a parametrization stands on a weight.
+            Unsupported: a parametrization stands on a weight, or one that the recipe left plain is to train.
         """
         if "parametrizations" in self._modules:
             raise Unsupported(
                 "a parametrization stands on packed experts, such as PEFT's own layer for target_parameters: "
                 "it would add to codes, not to weights; call fewbits.get_peft_model in place of PEFT's."
             )
+        if self.training and torch.is_grad_enabled():
+            self._check_trained()
         count, dtype = self.num_stored, product_dtype(hidden_states)
         hit: Tensor | None = None
         if not torch.is_grad_enabled() and 2 * top_k_index.numel() <= count:
@@ -201,6 +203,15 @@ class QuantizedExperts(nn.Module):
                 self._branch(last, hit),
             )
         return out.to(hidden_states.dtype)
+
+    def _check_trained(self) -> None:
+        """Refuse to train a 3-D weight that stands plain beside a packed one: it would get no gradient."""
+        for name in {self._first, "down_proj"} - self.formats.keys():
+            if getattr(self, name).requires_grad:
+                raise Unsupported(
+                    f"{name} of these experts is plain, and gets no gradient beside packed weights; freeze it"
+                    " (requires_grad_(False)), or leave all weights of the experts plain."
+                )
 
     def keep_values(self, on: bool) -> None:
         """Keep the decoded weights from pass to pass from now on, or let go of them: memory against time."""

@@ -1,7 +1,8 @@
 """`LoRAExperts`: PEFT's adapter on a 3-D parameter, over experts whose weight is packed.
 
 Names, files and matrices are those of PEFT's ``ParamWrapper``. That one adds ``B A`` to the whole weight of
-all experts in every call; here the experts add the two thin products to their rows.
+all experts in every call; here the experts add the two thin products to their rows. Where the experts have
+become plain again (``restore``, ``dequantize``), PEFT's own way holds.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
     """
 
     def get_param(self) -> Tensor:
-        """The weight's shape, dtype and device, without its values."""
-        return self._experts.weight_like(self.parameter_name)
+        """The weight's shape, dtype and device, of packed experts without its values."""
+        experts = self._experts
+        if experts is None:
+            return super().get_param()  # type: ignore[no-any-return]
+        return experts.weight_like(self.parameter_name)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters to the weight, which is rounded to its format again; `unmerge` brings it back.
@@ -39,6 +43,9 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
             NotFinite: the sum holds a NaN or an infinity.
         """
         experts, name = self._experts, self.parameter_name
+        if experts is None:
+            super().merge(safe_merge, adapter_names)
+            return
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter not in self.lora_A:
                 continue
@@ -55,9 +62,13 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
 
     def unmerge(self) -> None:
         """Bring back the codes and scales from before `merge`, bit for bit."""
+        experts, name = self._experts, self.parameter_name
+        if experts is None:
+            super().unmerge()
+            return
         while self.merged_adapters:
             self.merged_adapters.pop()
-            experts, name, (before, repacked) = self._experts, self.parameter_name, self.before.pop()
+            before, repacked = self.before.pop()
             experts.take(name, before)
             experts.repacked = experts.repacked - {name} | repacked & {name}
 
@@ -70,8 +81,12 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        names = [name for name in active_adapters if name in self.lora_A]
-        branches = self._experts.branches
+        experts = self._experts
+        if experts is None:
+            with super()._activate_lora(active_adapters):
+                yield
+            return
+        names, branches = [name for name in active_adapters if name in self.lora_A], experts.branches
         if names:
             branches[self.parameter_name] = tuple(
                 (self.lora_A[name].weight, self.lora_B[name].weight, float(self.scaling[name]))
@@ -83,9 +98,9 @@ class ParamWrapper(peft_layers.ParamWrapper):  # type: ignore[misc]
             branches.pop(self.parameter_name, None)
 
     @property
-    def _experts(self) -> QuantizedExperts:
+    def _experts(self) -> QuantizedExperts | None:
         base: Any = self.get_base_layer()
-        return base  # type: ignore[no-any-return]
+        return base if isinstance(base, QuantizedExperts) else None
 
 
 LoRAExperts = ParamWrapper

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fewbits.decoder.fuse import fusion_of
-from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import READ_PAST
 from fewbits.host.record import add_notes, notes_of
@@ -37,6 +37,7 @@ from fewbits.models.adapting.files import (
     read_adapter,
     restored_on_error,
 )
+from fewbits.models.adapting.more_adapters import add_to, train_on
 from fewbits.models.adapting.quantization_error import (
     FROM_ERROR,
     begin_from_error,
@@ -46,7 +47,12 @@ from fewbits.models.adapting.quantization_error import (
 )
 from fewbits.models.loading.longer_positions import check_length, mark_stretched
 from fewbits.models.merging.branches import base_name, plain_name
-from fewbits.models.packing.expert_targets import check_on_experts, told_of_all_linear, with_experts
+from fewbits.models.packing.expert_targets import (
+    check_on_experts,
+    check_packed_alike,
+    told_of_all_linear,
+    with_experts,
+)
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.first_values import first_values, generator_of, has_first_values, orthogonal_pair
@@ -94,7 +100,7 @@ def get_peft_model(
     from_error = take_request(lora, settings)
     config, spec = lora_config(model, lora, **settings), _spec_or_none(model)
     if isinstance(model, peft.PeftModel) and adapter_name in model.peft_config:
-        return _trained_on(model, config, adapter_name)
+        return train_on(model, config, adapter_name)
     told = told_of_all_linear(model, spec, config.target_parameters) if targets == "all-linear" else None
     if from_error:
         if spec is not None and spec.experts is not None and config.target_parameters:
@@ -103,8 +109,7 @@ def get_peft_model(
     mark_stretched(config, model)
     with _own_random_numbers(seed), _parameters_matched(config):
         if isinstance(model, peft.PeftModel):
-            model.add_adapter(adapter_name, config)
-            adapted: Any = model
+            adapted: Any = add_to(model, config, adapter_name)
         else:
             adapted = peft.get_peft_model(model, config, adapter_name=adapter_name)  # type: ignore[arg-type]
     if seed is not None:
@@ -116,34 +121,6 @@ def get_peft_model(
     if told is not None and told not in notes_of(model):
         add_notes(model, [told])
     return adapted
-
-
-_NO_SETTINGS = (  # fields of a configuration that say where it comes from, or follow from the model
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type",
-    "peft_version", "revision", "runtime_config", "task_type",
-)  # fmt: skip
-
-
-def _trained_on(model: Any, config: Any, adapter_name: str) -> Any:
-    """The model, whose adapter of that name is there already, made ready to train it."""
-    own = model.peft_config[adapter_name]
-    for name, value in vars(config).items():
-        new, old = _as_written(value), _as_written(getattr(own, name, None))
-        if not name.startswith("_") and name not in _NO_SETTINGS and new != old:
-            raise BadInput(
-                f"this model has an adapter {adapter_name!r} with {name}={old!r}, and {new!r} is asked for;"
-                " leave get_peft_model out to train it on, merge it first (merge_and_unload), or add another"
-                " one with fewbits.get_peft_model(model, ..., adapter_name=...)."
-            )
-    model.set_adapter(adapter_name)
-    own.inference_mode = False
-    add_notes(model, [f"the adapter {adapter_name!r} was there with these settings, and is trained on"])
-    return model
-
-
-def _as_written(value: Any) -> Any:
-    """A setting as it is equal to the one that was written into a file and read again."""
-    return sorted(value) if isinstance(value, (set, list, tuple)) else value
 
 
 @contextmanager
@@ -450,6 +427,7 @@ def _check_trained_copies(config: Any, model: nn.Module) -> None:
 
 def _check_parameters(config: Any, model: nn.Module) -> None:
     """PEFT only warns where a name in ``target_parameters`` fits no parameter, and adapts something else."""
+    check_packed_alike(model, config.target_parameters)
     packed = [path for path, module in model.named_modules() if isinstance(module, QuantizedLinear)]
     for ending in config.target_parameters or ():
         path = next((path for path in packed if f".{path}.weight".endswith(f".{ending}")), None)

@@ -22,7 +22,7 @@ from torch import nn
 
 from fewbits.errors import SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
-from fewbits.host.expert_weights import weights_of
+from fewbits.host.expert_weights import all_weights_of, weights_of
 from fewbits.models.packing.experts import expert_modules
 
 ALL_LINEAR = '"all-linear"'
@@ -51,7 +51,7 @@ def with_experts(model: nn.Module, spec: ModelSpec | None, fields: dict[str, Any
     if spec is None or spec.experts is None or not targets:
         return fields
     module = next((module for _, module in expert_modules(model, spec)), None)
-    weights = () if module is None else weights_of(module)
+    weights = () if module is None else all_weights_of(module)
     if targets == "all-linear":
         if not made_of_linears(module, spec):
             return fields
@@ -147,6 +147,26 @@ def check_on_experts(fields: Mapping[str, Any], spec: ModelSpec) -> None:
             )
 
 
+def check_packed_alike(model: nn.Module, parameters: Any) -> None:
+    """Refuse adapters on experts of which a recipe packs one weight and leaves another plain.
+
+    Args:
+        model: the model.
+        parameters: ``target_parameters`` of a ``peft.LoraConfig``, or None.
+
+    Raises:
+        Unsupported: there are such experts, and they are to be adapted.
+    """
+    for path, module in model.named_modules() if parameters else ():
+        plain = sorted({*all_weights_of(module)} - {*weights_of(module)})
+        names = [f"{path}.{name}" for name in all_weights_of(module)]
+        if plain and any(name.endswith(f".{end}") for name in names for end in parameters):
+            raise Unsupported(
+                f"{plain[0]} of {path} is plain beside a packed weight, and adapters take experts whose"
+                " weights are stored alike; give both a format, or leave experts out with exclude_modules."
+            )
+
+
 def _of(spec: ModelSpec) -> str:
     """What the module with the experts is called."""
     return "experts" if spec.experts is None else spec.experts.path.rpartition(".")[2]
@@ -156,7 +176,7 @@ def made_of_linears(module: nn.Module | None, spec: ModelSpec) -> bool:
     """Whether the experts in a module are linears side by side: no bias, weights as a linear has them."""
     if (
         module is None
-        or "gate_up_proj" not in weights_of(module)
+        or "gate_up_proj" not in all_weights_of(module)
         or not (spec.experts and spec.experts.are_linears)
     ):
         return False
@@ -200,5 +220,5 @@ def expert_paths(model: nn.Module) -> set[str]:
     return {
         path.removeprefix("base_model.model.").replace(".base_layer", "")
         for path, module in model.named_modules()
-        if weights_of(module)
+        if all_weights_of(module)
     }
