@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import fewbits
 from fewbits import FastLanguageModel
-from fewbits.decoder.fuse import fuse
+from fewbits.decoder.fuse import forget_weights, fuse
 from fewbits.formats import get_format
 from fewbits.kernels.generation.batch_rows import batch_rows_ref
 from fewbits.kernels.generation.operands import LowRankSum, Product, RowNorm
@@ -126,6 +126,16 @@ def test_weights_that_are_loaded_into_a_model_are_those_of_its_next_text(
     model.load_state_dict(other.state_dict())
     assert torch.equal(model.generate(ids, **GREEDY), need) and not torch.equal(before, need)
     assert decoding_of(model).step is step and step.products.decoded is not None  # type: ignore[union-attr]
+
+
+def test_writes_that_leave_no_trace_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through ``tensor.data``: whoever writes so calls forget_weights."""
+    model, other, ids = ready(monkeypatch), ready(monkeypatch, 1), tokens(4, 9)
+    before, need = (m.generate(ids, **GREEDY) for m in (model, other))
+    for to, of in zip(model.parameters(), other.parameters(), strict=True):
+        to.data.copy_(of.data)
+    forget_weights(model)
+    assert torch.equal(model.generate(ids, **GREEDY), need) and not torch.equal(before, need)
 
 
 def test_a_model_that_is_to_generate_keeps_them_until_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

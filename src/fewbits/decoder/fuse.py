@@ -369,7 +369,8 @@ def forget_weights(model: nn.Module) -> None:
     some averages of weights and weight-decay scripts do: that leaves no trace, and reading all weights in
     each pass to find it would cost what keeping saves. All else is seen: merges (PEFT's too),
     ``load_state_dict``, ``torch.nn.init``, in-place operations under ``no_grad`` or on ``detach()``, another
-    parameter, and other memory (``parameter.data = other``). A model that is not fused keeps nothing.
+    parameter, and other memory (``parameter.data = other``). A model that is not fused keeps
+    nothing, but for weights that it has decoded to generate many texts.
     """
     from fewbits.decoder.loss import float8_head_of
 
@@ -378,6 +379,9 @@ def forget_weights(model: nn.Module) -> None:
     head = float8_head_of(model)
     if head is not None:
         head.forget()
+    # Whoever else keeps something (a step of decoding) looks whether torch has counted a write.
+    frozen = [p for p in model.parameters() if not p.requires_grad and not p.is_inference()]
+    torch.autograd.graph.increment_version(frozen)
 
 
 def scales_of(model: nn.Module) -> dict[str, Tensor]:
