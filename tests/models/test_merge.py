@@ -408,6 +408,16 @@ def test_what_others_saved_over_a_merge_is_theirs(method, tmp_path):
         shutil.rmtree(place)
 
 
+def test_an_adapter_beside_a_merge_is_sent_to_a_folder_of_its_own(tmp_path):
+    """The sentence named overwrite=True as a way out, which is refused there as well."""
+    model, tokenizer = trained(tmp_path / "base")
+    model.save_pretrained_merged(tmp_path / "out", tokenizer)
+    model.save_pretrained(tmp_path / "out")
+    with pytest.raises(BadInput, match=r"adapter_model\.safetensors was saved beside .* a folder each"):
+        model.save_pretrained_merged(tmp_path / "out", tokenizer)
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
 def test_what_is_refused(tmp_path):
     model, tokenizer = trained(tmp_path / "base")
     with pytest.raises(BadInput, match="save_method"):

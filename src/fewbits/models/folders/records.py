@@ -62,6 +62,11 @@ def replaces_own(target: Path | str, mark: str, overwrite: bool | None) -> Repla
     if not written:
         return Replaced(False)
     if other := _weights_of_others(folder, mark, written):
+        if other not in written and other.startswith("adapter") != ("adapter_config.json" in written):
+            raise BadInput(
+                f"{folder / other} was saved beside what the earlier call wrote, and would be opened with it;"
+                " a model and an adapter need a folder each."
+            )
         raise BadInput(
             f"{folder / other} is not what the earlier call wrote, which {mark} tells of, and would be"
             " replaced; choose another folder, or pass overwrite=True."
