@@ -377,7 +377,11 @@ def test_what_stands_plain_beside_a_packed_weight_does_not_train(leaf: str) -> N
     """It got no gradient, and adapters ended with a KeyError."""
     model = mixture("qwen3_moe").train()
     recipe = Recipe(name="half", linear=Rule(weight=FORMATS["nf4"]), skip=(f"*.experts.{leaf}",))
+    names = [name for name, _ in model.model.layers[0].mlp.experts.named_parameters()]
     fewbits.convert(model, recipe)
+    restored = copy.deepcopy(model)
+    fewbits.restore(restored)  # PEFT nests adapters in this order
+    assert [name for name, _ in restored.model.layers[0].mlp.experts.named_parameters()] == names
     with pytest.raises(Unsupported, match=f"^{leaf} of these experts is plain, and gets no gradient"):
         model(input_ids=tokens())
     with pytest.raises(Unsupported, match=f"^{leaf} of .* is plain beside a packed weight"):

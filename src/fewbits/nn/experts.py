@@ -156,6 +156,8 @@ class QuantizedExperts(nn.Module):
             weight = self.dequantize(name)
             plain.register_parameter(name, nn.Parameter(weight, requires_grad=torch.is_grad_enabled()))
         plain._parameters.update({n: p for n, p in self._parameters.items() if n not in packed})
+        if self.shapes.keys() == {"down_proj"}:  # the host's order, in which PEFT nests adapters
+            plain._parameters["down_proj"] = plain._parameters.pop("down_proj")
         return plain.train(self.training)  # type: ignore[no-any-return]
 
     @staticmethod
