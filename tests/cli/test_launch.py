@@ -62,7 +62,7 @@ open(os.environ["TORCHELASTIC_ERROR_FILE"], "w").write(json.dumps({"message": {"
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     """`timeout 1h fewbits train` sends SIGTERM to the launcher and to its group: no checkpoint was made."""
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(rank_processes, "_children", lambda: [SimpleNamespace(pid=7)])
+    monkeypatch.setattr(rank_processes, "_children", lambda earlier: [SimpleNamespace(pid=7)])
     monkeypatch.setattr(rank_processes, "_send", lambda pid, number: sent.append((pid, int(number))))
     processes = rank_processes.RankProcesses(lambda: None)
     for _ in range(2):
@@ -345,7 +345,7 @@ def test_two_machines_train_one_run(tmp_path, run_folders):
         ((), "RendezvousTimeoutError"),
     ],
 )
-def test_a_machine_that_is_alone_says_so(words, why, monkeypatch, tmp_path, capsys):
+def test_a_machine_that_is_alone_says_so(words, why, monkeypatch, tmp_path, capsys, request):
     """First for whom it waits, then, after torch's ten minutes (here one second), that they did not come."""
     short = ["--rdzv-conf", "timeout=1,join_timeout=1,read_timeout=1"]
     monkeypatch.setattr("fewbits.cli.launch.meeting_flags", lambda args: [*meeting_flags(args), *short])
@@ -355,6 +355,8 @@ def test_a_machine_that_is_alone_says_so(words, why, monkeypatch, tmp_path, caps
         free.bind(("127.0.0.1", 0))
         there = f"127.0.0.1:{free.getsockname()[1]}"
     args = flags("--nnodes", "2", "--rdzv-endpoint", there, *words)
+    another = subprocess.Popen(["sleep", "60"])  # no rank: it was there before
+    request.addfinalizer(another.kill)
     with pytest.raises(Unsupported, match=rf"not meet at {there} \({why}\); .* that all 2 were started\."):
         run_processes(["true"], args, count=1, logs=tmp_path / "logs")
     assert f"waiting at {there} for all 2 machines (--nnodes) to start." in capsys.readouterr().err

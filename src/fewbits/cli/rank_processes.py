@@ -60,6 +60,8 @@ class RankProcesses:
         self.signal: signal.Signals | None = None
         self.stopped: dict[int, str] = {}
         self._agent = _Agent(work)
+        # Such as the workers of torch.compile: neither a rank, nor to be sent a signal.
+        self._earlier = {child.pid for child in psutil.Process().children()}
         self.ended_by_agent = self._agent.signalled
         self._asked: set[int] = set()  # numbers of the processes that got the signal
         self._still: dict[int, float] = {}  # since when, by process number
@@ -84,7 +86,7 @@ class RankProcesses:
                 self._agent.join(_WAIT_S)
                 if time.monotonic() - self._seen < _LOOK_S:
                     continue
-                children = _children()
+                children = _children(self._earlier)
                 self._look(children)
                 if self.signal is not None:
                     self._ask(children, self.signal)  # those that were started since; the agent is not told
@@ -110,9 +112,9 @@ class RankProcesses:
         if again and number != signal.SIGINT and time.monotonic() - self._signalled < _SAME_S:
             return
         if not again:
-            self._ask(_children(), self.signal)
+            self._ask(_children(self._earlier), self.signal)
             return
-        for child in _children():
+        for child in _children(self._earlier):
             _send(child.pid, signal.SIGKILL)
 
     def _look(self, children: list[psutil.Process]) -> None:
@@ -186,12 +188,12 @@ class _Kept:
         return True
 
 
-def _children() -> list[psutil.Process]:
-    """The ranks: what the agent has started."""
+def _children(earlier: set[int]) -> list[psutil.Process]:
+    """The ranks: what the agent has started, and not the processes that were there before."""
     children = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if child.pid not in earlier and child.status() != psutil.STATUS_ZOMBIE:
                 children.append(child)
     return children
 
