@@ -72,7 +72,7 @@ struct Product {
 #ifndef EMULATED
 extern __shared__ __align__(128) u32 shared[];
 #endif
-#include "hopper.cu"
+#include "bit_products.cu"
 
 // The codes of b as w with their sign, 16 at a time. A block has a part of the rows; D is a multiple of 16.
 extern "C" __global__ void __launch_bounds__(256) stochastic_wide_b(const Product p) {

@@ -1,5 +1,5 @@
-// What wide_bits.cu asks of Hopper (compute capability 9.0 and no other): barriers in shared memory, bulk copies, and products of
-// warpgroups in whole numbers. On a CPU the tests have functions of the same names.
+// What wide_bits.cu asks of Hopper (compute capability 9.0 and no other) beside launch/hopper.cu: products of warpgroups in whole
+// numbers. On a CPU the tests have functions of the same names.
 //
 // In shared memory a step of b is, for each 8 columns, two blocks of 8 columns of 16 bytes: the first half of the step's 32 bytes,
 // then the second. Lane 4 g + t of a warp has words t and 4 + t of rows g and g + 8 of a, in the order of mma.sync, and gets what
@@ -14,32 +14,7 @@ static __device__ __forceinline__ u32 shared_address() { return (u32)__cvta_gene
 static __device__ __forceinline__ u64 description_of(int at) {
     return (u64)((shared_address() + at) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
-// What ordinary instructions wrote to registers is there for the products that follow.
-static __device__ __forceinline__ void registers_are_written() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-static __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last so many groups of products are done.
-template <int LEFT> static __device__ __forceinline__ void wait_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-// Barriers of 8 bytes: one turns when so many threads, and the bulk copy that it was told of, have come to it.
-static __device__ __forceinline__ void begin_barrier(int at, int threads) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address() + at), "r"(threads) : "memory");
-}
-static __device__ __forceinline__ void barriers_have_begun() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-static __device__ __forceinline__ void come_to(int barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address() + barrier) : "memory");
-}
-static __device__ __forceinline__ void copy_bulk(int to, const u8 *from, int bytes, int barrier) {
-    const u32 base = shared_address();
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(base + barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(base + to), "l"(from),
-                 "r"(bytes), "r"(base + barrier) : "memory");
-}
-// Until the barrier has turned for the (2 n)-th time, counted from 0, with ``odd`` 0, or the (2 n + 1)-th with ``odd`` 1.
-static __device__ __forceinline__ void wait_until_turned(int barrier, u32 odd) {
-    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(shared_address() + barrier),
-                 "r"(odd) : "memory");
-}
+#include "launch/hopper.cu"
 // x << by, 0 from 32 on.
 static __device__ __forceinline__ u32 shifted(u32 x, int by) {
     u32 y;
