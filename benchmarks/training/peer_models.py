@@ -3,7 +3,7 @@
 `make_folder` writes what is loaded, `import_first` what a library wants first, `base` loads, `load` adds the
 adapters or says how a trainer is to, `same_beginnings` gives all adapters the same first values. WHO is
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``packed`` (from a packed folder), ``plain``
-(transformers + PEFT + bitsandbytes) or ``unsloth``.
+(transformers + PEFT + bitsandbytes), ``float32`` (the same, all that is computed in float32) or ``unsloth``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def import_first(who: str) -> None:
     """Unsloth wants to be imported before all else."""
     if who == "unsloth":
         import unsloth  # noqa: F401
-    if who == "plain":
+    if who in ("plain", "float32"):
         import bitsandbytes  # noqa: F401
     if who in ("fewbits", "packed", "fp8", "nf4"):
         import fewbits.models.fast  # noqa: F401
@@ -100,31 +100,35 @@ def base(who: str, folder: str, length: int) -> tuple[Any, Any]:
         )
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+    dtype = torch.bfloat16 if CUDA and who == "plain" else torch.float32
     packed = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if CUDA else torch.float32,
+        bnb_4bit_compute_dtype=dtype,
     )
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         quantization_config=packed,
-        dtype=torch.bfloat16 if CUDA else torch.float32,
+        dtype=dtype,
         device_map={"": 0 if CUDA else "cpu"},
     )
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def same_beginnings(model: Any) -> int:
-    """A of every adapter follows from its layer's name, so that all begin alike."""
+def same_beginnings(model: Any, b: float = 0.0) -> int:
+    """A of every adapter follows from its layer's name, so that all begin alike; B too, of spread ``b``."""
     count = 0
     for name, value in model.named_parameters():
-        if "lora_A" not in name:
+        if "lora_A" not in name and not (b and "lora_B" in name):
             continue
-        short = name[name.index("layers.") : name.index(".lora_A")]
+        short = name[name.index("layers.") :].replace(".default", "").removesuffix(".weight")
         generator = torch.Generator().manual_seed(crc32(short.encode()))
-        bound = value.shape[1] ** -0.5
-        fresh = torch.empty(value.shape).uniform_(-bound, bound, generator=generator)
+        if "lora_A" in name:
+            bound = value.shape[1] ** -0.5
+            fresh = torch.empty(value.shape).uniform_(-bound, bound, generator=generator)
+        else:
+            fresh = b * torch.randn(value.shape, generator=generator)
         with torch.no_grad():
             value.copy_(fresh.to(value.device, value.dtype))
         count += 1

@@ -7,15 +7,18 @@ WHAT_WHO. WHAT: ``sft`` (4 rows of 2,048 tokens of the Llama-3.1-8B shape, SFTCo
 model was told to recompute nothing), ``dpo`` (4 pairs of at most 1,024 tokens) and ``grpo`` (8 prompts, 8
 answers each of 128 tokens) of the Qwen3-1.7B shape; ``dpo8`` and ``grpo8`` of the 8B shape. WHO:
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``plain`` (transformers + PEFT + bitsandbytes,
-TRL's own dtypes), ``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
+TRL's own dtypes), ``float32`` (the same, all computed in float32: what the losses of the others should be),
+``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
 with one save in the middle, and the same model's bare step in a plain loop afterwards; these load a packed
 folder. ``load_fewbits``, ``load_packed``, ``load_plain`` and ``load_unsloth``: the 8B shape from the bfloat16
 folder, or from one that is packed in NF4, onto the GPU, twice; a step is the second time.
 
 The others load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4,
-nothing is recomputed, and adapters of rank 16 on seven projections begin with the same values. Steps are
-measured until the device is idle; losses are those of the first ten steps. A peer that cannot be imported is
-told as missing. On a CPU: --tiny.
+nothing is recomputed, and adapters of rank 16 on seven projections begin with the same values; for DPO B is
+not zero, so that policy and reference differ from the first row on. Steps are measured until the device is
+idle ("ms a step"), and then some as a user's run goes, with the device idle only before the first and behind
+the last ("running"). Losses are those of the first ten steps, for DPO also those of eight batches before any
+step, where nothing but rounding differs. A peer that cannot be imported is told as missing. On a CPU: --tiny.
 """
 
 from __future__ import annotations
@@ -52,9 +55,10 @@ from benchmarks.training.peer_models import (
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TOLD = "told: "
+RUNNING = 6  # steps between two waits
 SECONDS = {  # about, on an H200, imports beside others' turns left out
     "sft_fewbits": 35, "sft_fp8": 35, "sft_plain": 45, "sft_unsloth": 75,
-    "dpo_fewbits": 25, "dpo_plain": 30, "dpo_unsloth": 60, "dpo_fp8": 25,
+    "dpo_fewbits": 25, "dpo_plain": 30, "dpo_unsloth": 60, "dpo_fp8": 25, "dpo_float32": 35,
     "grpo_fewbits": 25, "grpo_plain": 60, "grpo_unsloth": 100, "grpo_fp8": 25,
     "dpo8_fewbits": 40, "dpo8_plain": 50, "dpo8_unsloth": 80, "dpo8_fp8": 40,
     "grpo8_fewbits": 40, "grpo8_plain": 80, "grpo8_unsloth": 130, "grpo8_fp8": 40,
@@ -88,9 +92,14 @@ def clock_of() -> Any:
             self.marks: list[float] = []
             self.losses: list[float] = []
             self.rewards: list[float] = []
+            self.running: list[float] = []
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-            self.marks.append(now())
+            left = args.max_steps - state.global_step
+            if left >= RUNNING or args.max_steps <= 10:
+                self.marks.append(now())
+            if left in (RUNNING, 0):
+                self.running.append(now())
             if state.global_step == 3 and CUDA:
                 torch.cuda.reset_peak_memory_stats()
             control.should_log = state.global_step <= 10
@@ -143,7 +152,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     if what == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        steps, top = 24, 400
+        steps, top = 26, 400
         generator = torch.Generator().manual_seed(7)
         ids = torch.randint(4, top, (4 * steps, length), generator=generator)
         plain = {"gradient_checkpointing": False} if who == "plain" else {}  # to the others the model said it
@@ -153,11 +162,12 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     elif what == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        steps, half = 22, length // 2
+        steps, half = 10 if who == "float32" else 22, length // 2
         config = DPOConfig(
-            **words_of_all(steps),
-            gradient_checkpointing=False,
+            **(words_of_all(steps) | ({"bf16": False} if who == "float32" else {})),
+            gradient_checkpointing=who == "float32",  # the same numbers in less memory
             per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
             max_length=length,
             beta=0.1,
         )
@@ -168,7 +178,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
                     "chosen": word(chooser, half - 4),
                     "rejected": word(chooser, half - 4),
                 }
-                for _ in range(4 * steps)
+                for _ in range(4 * (steps if who != "float32" else 22))
             ]
         )
         kind = DPOTrainer
@@ -197,7 +207,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     trainer = kind(
         model=model, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock], **more
     )
-    count = same_beginnings(trainer.model)
+    count = same_beginnings(trainer.model, b=0.01 if what == "dpo" else 0.0)
     assert count, "no adapter was found"
     return trainer
 
@@ -212,14 +222,17 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
     clock = clock_of()
     began = now()
     trainer = trainer_of(what, who, options, clock)
+    before = losses_before(trainer) if what == "dpo" else []
     ready = now()
     trainer.train()
     marks = clock.marks
-    first = 2 if what == "grpo" else 10  # losses are logged before
+    first = 2 if what == "grpo" or who == "float32" else 10  # losses are logged before
     each = [1e3 * (b - a) for a, b in zip(marks[first - 1 :], marks[first:], strict=False)]
     told: dict[str, Any] = {
         "step_ms": round(statistics.median(each), 1),
         "range": f"{min(each):.1f}-{max(each):.1f}",
+        "running_ms": round(1e3 * (clock.running[-1] - clock.running[0]) / RUNNING, 1),
+        "before": before,
         "first_step_s": round(marks[0] - ready, 1),
         "set_up_s": round(ready - began, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else 0,
@@ -233,6 +246,18 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
         fusion = fusion_of(trainer.model)
         told["fallbacks"] = dict(fusion.fallbacks) if fusion is not None else "not fused"
     return told
+
+
+def losses_before(trainer: Any) -> list[float]:
+    """The loss of each of the first eight batches with the adapters as they begin."""
+    model, losses = trainer.model, []
+    model.train()  # as in a step
+    for _, batch in zip(range(8), trainer.get_train_dataloader(), strict=False):
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, trainer._prepare_inputs(batch))
+        losses.append(round(float(loss), 5))
+    trainer._metrics["train"].clear()
+    return losses
 
 
 def load_stage(who: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -299,7 +324,7 @@ def train_stage(options: argparse.Namespace, tell: Callable[[dict[str, Any]], No
     )
     model.train()
     ids = torch.randint(4, 400, (4, length), generator=torch.Generator().manual_seed(7)).to(model.device)
-    once = bare(model, ids, steps=20)
+    _, once = bare(model, ids, steps=12)
     return told | {"bare_ms": once, "above_bare": f"{100 * (told['step_ms'] / once - 1):.1f} %"}
 
 
@@ -383,11 +408,46 @@ def told_by(
     return row | {"turn_s": round(time.perf_counter() - began, 1)}
 
 
+def in_memory() -> Path:
+    """A folder that is memory, if the machine has one; folders of weights are written faster there."""
+    memory = Path("/dev/shm")
+    return memory if CUDA and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """One line a stage, and how far each one's DPO losses are from those in float32."""
+    title = f"\n{'stage':14} {'ms a step':>10} {'running':>8} {'GiB':>7} {'first s':>8} {'turn s':>7}"
+    print(f"{title}  losses, or what else")
+    for row in rows:
+        if "error" in row:
+            print(f"{row['stage']:14} {row['error'][:120]}")
+            continue
+        words = " ".join(f"{x:g}" for x in row["losses"][:10])
+        words = f"rewards {row['rewards']}" if "rewards" in row else words
+        words = f"{row['range']}; {words}" if row["stage"].startswith("train_") else words
+        words = f"bare {row['bare_ms']}, {row['above_bare']} above" if "bare_ms" in row else words
+        print(
+            f"{row['stage']:14} {row['step_ms']:10.1f} {row.get('running_ms', 0):8.1f} {row['peak_gib']:7.2f}"
+            f" {row['first_step_s']:8.1f} {row['turn_s']:7.1f}  {words}"
+        )
+    exact = {row["stage"].split("_")[0]: row for row in rows if row["stage"].endswith("_float32")}
+    for row in rows:
+        true = exact.get(row["stage"].split("_")[0], {})
+        for key, title in (("before", "batches before any step"), ("losses", "steps")):
+            if row is true or not row.get(key) or not true.get(key):
+                continue
+            apart = [abs(a - b) for a, b in zip(row[key], true[key], strict=False)]
+            print(
+                f"{row['stage']:14} from float32, {len(apart)} {title}: mean {statistics.mean(apart):.5f},"
+                f" largest {max(apart):.5f}"
+            )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("stages", help="names with commas between: " + ", ".join(SECONDS))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "beside_peers")
+    parser.add_argument("--folder", type=Path, default=in_memory() / "beside_peers")
     parser.add_argument("--site", action="append", default=[], help="a folder of the peers' packages")
     parser.add_argument("--limit", type=float, default=180, help="seconds for all")
     parser.add_argument("--steps", type=int, default=200, help="of `fewbits train`")
@@ -419,22 +479,7 @@ def main() -> None:
         if os.environ.get("OUT"):
             with (Path(os.environ["OUT"]) / "beside_peers.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    print(f"\n{'stage':14} {'ms a step':>10} {'GiB':>7} {'first s':>8} {'turn s':>7}  losses, or what else")
-    for row in rows:
-        if "error" in row:
-            print(f"{row['stage']:14} {row['error'][:120]}")
-            continue
-        words = (
-            " ".join(f"{x:g}" for x in row["losses"][:10])
-            if "rewards" not in row
-            else f"rewards {row['rewards']}"
-        )
-        words = f"{row['range']}; {words}" if row["stage"].startswith("train_") else words
-        words = f"bare {row['bare_ms']}, {row['above_bare']} above" if "bare_ms" in row else words
-        print(
-            f"{row['stage']:14} {row['step_ms']:10.1f} {row['peak_gib']:7.2f} {row['first_step_s']:8.1f}"
-            f" {row['turn_s']:7.1f}  {words}"
-        )
+    print_table(rows)
     if CUDA:
         print(torch.cuda.get_device_name())
 

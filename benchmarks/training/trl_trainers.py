@@ -7,12 +7,17 @@ of the Llama-3.1-8B shape), sft_nf4_unsloth (the same, recomputing), dpo (TRL's 
 1,024 tokens of the Qwen3-1.7B shape), train_nf4 and train_fp8 (`fewbits train`, with one save in the middle).
 
 Weights are random. One JSON line tells: step_ms, the median of the steps after the first seven, each measured
-until the device is idle; bare_ms, the same model's step in a plain loop; where the host waited for the device
-in three steps; what fell back. On a CPU: --shape tiny --steps 12.
+until the device is idle; running_ms, a step of the nine behind them, measured as a user's run goes, with the
+device idle only before the first and behind the last; bare_ms and bare_running_ms, the same model's step in a
+plain loop, both ways; where the host waited for the device in three steps; what fell back. With --gaps the
+modes sft_* also print when the device was idle, in a step of the trainer and of the plain loop, and which
+kernels the trainer's steps have more of. Several modes, with commas between, share a process. On a CPU:
+--shape tiny --steps 24.
 """
 
 import argparse
 import collections
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -28,6 +33,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.random_model import config_of, empty_model, fill
+from benchmarks.training.idle_gaps import (
+    begin_recording,
+    end_recording,
+    gaps_of,
+    recorded,
+    tell,
+    tell_difference,
+)
 
 CUDA = torch.cuda.is_available()
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -97,32 +110,54 @@ class SyncCounter:
                     self.found["/".join(entry.filename.split("/")[-3:]) + f":{entry.lineno}"] += 1
 
 
-def clock(steps):
+RUNNING = 9  # steps between two waits
+
+
+class StepTimes:
+    """Of single steps, of three whose waits are counted, of RUNNING together, and two that are recorded."""
+
+    def __init__(self, steps, gaps=False):
+        self.steps, self.gaps, self.counted = steps, gaps, steps - RUNNING - 5
+        self.marks, self.syncs, self.running = [], SyncCounter(), []
+        self.profiler = self.events = None
+
+    def see(self, step):
+        """A step has ended."""
+        if step <= self.counted:
+            self.marks.append(now())
+        if step == self.counted:
+            self.syncs.start()
+        if step == self.counted + 3:
+            self.syncs.stop()
+        if step in (self.counted + 3, self.counted + 3 + RUNNING):
+            self.running.append(now())
+        if step == 8 and CUDA:
+            torch.cuda.reset_peak_memory_stats()
+        if self.gaps and step == self.steps - 2:
+            self.profiler = begin_recording()
+        if self.gaps and step == self.steps:
+            self.events = end_recording(self.profiler)
+
+    def figures(self):
+        marks = self.marks[min(7, self.steps // 3) :]
+        ms = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
+        return {
+            "step_ms": round(statistics.median(ms), 1),
+            "fastest": round(min(ms), 1),
+            "slowest": round(max(ms), 1),
+            "running_ms": round(1e3 * (self.running[1] - self.running[0]) / RUNNING, 1),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None,
+            "syncs_in_3_steps": dict(self.syncs.found.most_common(12)),
+        }
+
+
+def clock(times):
+    """The callback that tells `StepTimes`."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        def __init__(self):
-            self.marks, self.syncs = [], SyncCounter()
-
         def on_step_end(self, args, state, control, **kw):
-            self.marks.append(now())
-            if state.global_step == steps - 4:
-                self.syncs.start()
-            if state.global_step == steps - 1:
-                self.syncs.stop()
-            if state.global_step == 8 and CUDA:
-                torch.cuda.reset_peak_memory_stats()
-
-        def figures(self):
-            marks = self.marks[min(7, steps // 2) : steps - 4]
-            ms = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
-            return {
-                "step_ms": round(statistics.median(ms), 1),
-                "fastest": round(min(ms), 1),
-                "slowest": round(max(ms), 1),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None,
-                "syncs_in_3_steps": dict(self.syncs.found.most_common(12)),
-            }
+            times.see(state.global_step)
 
     return Clock()
 
@@ -139,21 +174,31 @@ def state_of(model):
     }
 
 
-def bare(model, ids, steps=12, autocast=False):
-    """The same step without a trainer: the loss of the model itself, torch's fused AdamW."""
+def bare_step(model, ids):
+    """A function that does one step without a trainer: the model's own loss, torch's fused AdamW."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=CUDA)
-    marks = []
-    for _ in range(steps):
-        marks.append(now())
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast and CUDA):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+
+    def step():
+        model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    marks.append(now())
-    return round(statistics.median(1e3 * (b - a) for a, b in itertools.pairwise(marks)), 1)
+
+    return step
+
+
+def bare(model, ids, steps=12):
+    """Milliseconds of `bare_step`: the median of single ones, and of one among as many without a wait."""
+    step, marks = bare_step(model, ids), [now()]
+    for _ in range(steps):
+        step()
+        marks.append(now())
+    single = statistics.median(1e3 * (b - a) for a, b in itertools.pairwise(marks))
+    began = now()
+    for _ in range(steps):
+        step()
+    return round(single, 1), round(1e3 * (now() - began) / steps, 1)
 
 
 def losses(trainer):
@@ -170,7 +215,7 @@ def sft(args, recipe, choice=False):
     top = model.config.vocab_size
     g = torch.Generator().manual_seed(7)
     ids = torch.randint(4, top, (4 * args.steps, args.length), generator=g)
-    timer = clock(args.steps)
+    timer = StepTimes(args.steps, gaps=args.gaps)
     config = SFTConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=4,
@@ -192,7 +237,7 @@ def sft(args, recipe, choice=False):
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_dict({"input_ids": ids.tolist()}),
         args=config,
-        callbacks=[timer],
+        callbacks=[clock(timer)],
     )
     trainer.train()
     found = (
@@ -201,7 +246,15 @@ def sft(args, recipe, choice=False):
         | {"losses": losses(trainer), "gc_asked_of_trainer": config.gradient_checkpointing}
     )
     batch = ids[:4].to(model.device)
-    return found | {"bare_ms": bare(model, batch), "bare_autocast_ms": bare(model, batch, autocast=True)}
+    found["bare_ms"], found["bare_running_ms"] = bare(model, batch)
+    if args.gaps:
+        step = bare_step(model, batch)
+        step()
+        alone, within = gaps_of(recorded(lambda: (step(), step()))), gaps_of(timer.events)
+        tell(f"{recipe}, bare", alone, 2)
+        tell(f"{recipe}, in the trainer", within, 2)
+        tell_difference(alone, within, (2, 2))
+    return found
 
 
 def dpo(args):
@@ -220,7 +273,7 @@ def dpo(args):
         {"prompt": word(half), "chosen": word(half - 4), "rejected": word(half - 4)}
         for _ in range(4 * args.steps)
     ]
-    timer = clock(args.steps)
+    timer = StepTimes(args.steps)
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=4,
@@ -239,7 +292,7 @@ def dpo(args):
         processing_class=tokenizer,
         train_dataset=datasets.Dataset.from_list(rows),
         args=config,
-        callbacks=[timer],
+        callbacks=[clock(timer)],
     )
     trainer.train()
     return (
@@ -304,17 +357,25 @@ def main():
         "train_nf4": lambda args: train(args, "qlora_nf4"),
         "train_fp8": lambda args: train(args, "qlora_nf4_fp8_head"),
     }
-    parser.add_argument("mode", choices=modes)
+    parser.add_argument("modes", help="with commas between: " + ", ".join(modes))
     parser.add_argument("--shape", help="a name, or tiny; default: Llama-3.1-8B's, for dpo Qwen3-1.7B's")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--length", type=int, help="tokens of a row")
+    parser.add_argument("--gaps", action="store_true", help="print when the device was idle")
     args = parser.parse_args()
-    args.shape = args.shape or ("qwen3-1.7b" if args.mode == "dpo" else "llama-3.1-8b")
-    args.length = args.length or (64 if args.shape == "tiny" else 1024 if args.mode == "dpo" else 2048)
-    figures = modes[args.mode](args)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "peft")}
-    told = {"mode": args.mode, "shape": args.shape, "steps": args.steps, **figures, **versions}
-    print(json.dumps(told), flush=True)
+    shape, length = args.shape, args.length
+    for mode in args.modes.split(","):
+        if mode not in modes:
+            parser.error(f"{mode} is no mode; modes are {', '.join(modes)}")
+        args.shape = shape or ("qwen3-1.7b" if mode == "dpo" else "llama-3.1-8b")
+        args.length = length or (64 if args.shape == "tiny" else 1024 if mode == "dpo" else 2048)
+        figures = modes[mode](args)
+        gc.collect()
+        versions = {
+            name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl", "peft")
+        }
+        told = {"mode": mode, "shape": args.shape, "steps": args.steps, **figures, **versions}
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

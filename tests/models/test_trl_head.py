@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fewbits.decoder.fuse import fuse, fusion_of, unfuse
+from fewbits.decoder.trl_head import places_of
 from fewbits.kernels.loss import linear_log_probs as ours
 from tests import peers
 from tests.models.test_float8_head import BOTH, loss_and_gradients, trained
@@ -228,3 +229,11 @@ def test_another_trl_is_left_alone() -> None:
     model(input_ids=ids, labels=ids, fused_lm_head=True).loss.backward()
     (why,) = taken(model)
     assert "not where they were" in why
+
+
+def test_places_are_found_without_asking_how_many():
+    """As nonzero finds them, which on a GPU waits for the device."""
+    generator = torch.Generator().manual_seed(0)
+    for length, share in ((1, 0.0), (1, 1.0), (7, 0.0), (64, 0.5), (513, 0.03), (513, 1.0)):
+        chosen = torch.rand(length, generator=generator) < share
+        assert torch.equal(places_of(chosen, int(chosen.sum())), chosen.nonzero().squeeze(1))

@@ -11,8 +11,9 @@ Passes without gradients are answered too, so that a reference and the policy be
 products: where the head multiplies in 8 bits, it does in both. In evaluation mode it does not, as in any
 other evaluation here.
 
-The host waits for the device once, before the decoder has anything to do: there the rows that count are
-counted.
+The host does not wait for the device to know how many rows count: the number is on its way to the host while
+the decoder is given its work, and is asked for behind that, so that a trainer which runs ahead of the device
+stays ahead.
 
 Nothing of TRL is imported or replaced: what was asked for stands in the ``forward`` that it left on the
 model.
@@ -43,12 +44,41 @@ _BELOW = "original_forward"  # the cell in which TRL's keeps the forward that wa
 _ALMOST_ALL = 0.9  # of the rows: to choose them would cost more than it saves
 
 
+class _Rows:
+    """Which positions count, and how many, which the host learns when it asks.
+
+    Args:
+        labels: (B, S), those ignored where a position does not count.
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        self._count_there = (labels != _IGNORED).view(-1)
+        self._count = self._count_there.sum().to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event() if labels.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(labels.device))
+
+    def places(self) -> Tensor | None:
+        """(N,) those that count, in their order; None: so many do that all are computed."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        count, there = int(self._count), self._count_there
+        return None if count > _ALMOST_ALL * there.numel() else places_of(there, count)
+
+
+def places_of(is_chosen: Tensor, count: int) -> Tensor:
+    """Where (M,) bools are true, (N,) in their order, without asking the device how many are: ``count``."""
+    slots = torch.where(is_chosen, is_chosen.cumsum(0) - 1, count)  # all others share the last one
+    places = slots.new_zeros(count + 1)
+    return places.scatter_(0, slots, torch.arange(len(slots), device=slots.device))[:count]
+
+
 class _Asked(NamedTuple):
     """One call.
 
     Attributes:
         labels: (B, S), that of the next token at each position.
-        places: (N,) positions in B * S that count; None: so many do that all are computed.
+        rows: which of the B * S positions count.
         is_shifted: the caller shifted the labels, and wants S results a row; else S - 1.
         num_items: what the loss is divided by.
         outputs: the names of the results that are asked for.
@@ -57,7 +87,7 @@ class _Asked(NamedTuple):
     """
 
     labels: Tensor
-    places: Tensor | None
+    rows: _Rows
     is_shifted: bool
     num_items: Any
     outputs: frozenset[str]
@@ -97,10 +127,8 @@ class TrlHead:
         if shifted is None:
             labels = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         labels = (labels if shifted is None else shifted).contiguous()
-        index = (labels.view(-1) != _IGNORED).nonzero().squeeze(1)
-        chosen = None if len(index) > _ALMOST_ALL * labels.numel() else index
         factor = settings["logit_scale"] / settings["temperature"]
-        self._expect(_Asked(labels, chosen, shifted is not None, num_items, outputs, factor, result))
+        self._expect(_Asked(labels, _Rows(labels), shifted is not None, num_items, outputs, factor, result))
         return args, {**kwargs, "fused_lm_head": False, "use_cache": False}
 
     def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -111,7 +139,8 @@ class TrlHead:
             return None
         logits = output.logits
         rows, labels = logits.hidden.flatten(0, 1), question.labels.to(logits.device).view(-1)
-        index = None if question.places is None else question.places.to(rows.device)
+        places = question.rows.places()
+        index = None if places is None else places.to(rows.device)
         if index is not None:
             rows, labels = rows.index_select(0, index), labels.index_select(0, index)
         if question.factor != 1:
