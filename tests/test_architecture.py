@@ -81,11 +81,12 @@ ROOMS_INSIDE = {
         "loading": {"folders", "packing", "stochastic", "undo"},
         "merging": {"folders", "packing", "loading"},
         "adapting": {"folders", "packing", "loading", "merging"},
+        "plan": {"packing", "adapting"},
         "generation": {"folders", "packing", "adapting"},
         "writing": {"folders", "packing", "merging", "adapting"},
         "vision": {"adapting"},
         "fused": set(),
-        "fast": {"folders", "chat", "packing", "loading", "adapting", "generation", "writing"},
+        "fast": {"folders", "chat", "packing", "loading", "adapting", "plan", "generation", "writing"},
     },
     "te": {
         "recipe": set(),

@@ -58,9 +58,9 @@ from fewbits.bench.train.builders import Job, build
 from fewbits.bench.train.configurations import configuration
 from fewbits.bench.train.shapes import SHAPES, batch_of, shape_of
 from fewbits.formats import INT8
+from fewbits.models.plan.memory_budget import budget_for
 from fewbits.recipes import LoRA, get_recipe
 from fewbits.training.config_values import parse_memory_budget
-from fewbits.training.plan.memory_budget import budget_for
 from fewbits.training.ranks.averaging import GradientMean
 from fewbits.training.ranks.communication import Travel
 from fewbits.training.ranks.ddp import quantize_gradients

@@ -17,8 +17,8 @@ from fewbits.formats import E4M3, E4M3_ROW, E5M2_ROW, NF4
 from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.models.packing.convert import convert, explain
+from fewbits.models.plan.memory_plan import head_bytes, static_of
 from fewbits.recipes import LoRA, Recipe, Rule, qlora_nf4, qlora_nf4_fp8_head
-from fewbits.training.plan.memory_plan import head_bytes, static_of
 from tests.models.tiny import VOCAB, tiny, tokens
 
 BOTH = Rule(weight_operand=E4M3, activation=E4M3_ROW, gradient=E4M3_ROW)

@@ -12,6 +12,7 @@ from fewbits.bench.train.shapes import SHAPES
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_ATTENTION, KEEP_MLP, KEEP_NONE, KEEP_PRODUCTS
 from fewbits.errors import BadInput
 from fewbits.formats import E4M3_128X128
+from fewbits.models.plan.memory_plan import GIB
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.ahead.gpu_plan import (
     GPUS,
@@ -21,7 +22,6 @@ from fewbits.training.ahead.gpu_plan import (
     planner_for,
     trainable_recipes,
 )
-from fewbits.training.plan.memory_plan import GIB
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results.csv"
 H200 = GPUS["h200"]

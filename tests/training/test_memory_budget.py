@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fewbits.decoder.fuse import fuse
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, Keep
 from fewbits.errors import BadInput
+from fewbits.models.plan.memory_budget import MemoryBudget, Target, auto_budget, budget_for
+from fewbits.models.plan.memory_plan import GIB, planner
 from fewbits.recipes import qlora_nf4
-from fewbits.training.plan.memory_budget import MemoryBudget, Target, auto_budget, budget_for
-from fewbits.training.plan.memory_plan import GIB, planner
 from tests.training.test_memory_plan import LLAMA_8B
 from tests.training.test_packing import TINY
 

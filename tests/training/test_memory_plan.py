@@ -12,9 +12,9 @@ from torch import nn
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.errors import BadInput
 from fewbits.families.shapes import linear_shapes
+from fewbits.models.plan.layer_cost import machine_of
+from fewbits.models.plan.memory_plan import GIB, Planner, plan, planner, static_of
 from fewbits.recipes import get_recipe, qlora_nf4
-from fewbits.training.plan.layer_cost import machine_of
-from fewbits.training.plan.memory_plan import GIB, Planner, plan, planner, static_of
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -14,12 +14,12 @@ from fewbits.decoder.fuse import fuse, fusion_of
 from fewbits.decoder.keep import KEEP_ACTIVATIONS, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import TrainingStopped
+from fewbits.models.plan.memory_budget import MemoryBudget, Target, budget_for
+from fewbits.models.plan.memory_ends import first_sentence, is_out_of_memory
+from fewbits.models.plan.memory_plan import planner
 from fewbits.recipes import Recipe
 from fewbits.training.data.collator import Collator
 from fewbits.training.data.packing import SequenceDataset
-from fewbits.training.plan.memory_budget import MemoryBudget, Target, budget_for
-from fewbits.training.plan.memory_plan import planner
-from fewbits.training.plan.out_of_memory import first_sentence, is_out_of_memory
 from fewbits.training.step.graph import GraphedStep
 from fewbits.training.step.trainer import Trainer
 from tests.training.test_graph import CallingBackend

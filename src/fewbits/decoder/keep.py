@@ -1,6 +1,6 @@
 """What one decoder layer keeps from its forward pass for its backward pass, and what it computes again.
 
-Under a memory budget `fewbits.training.plan.memory_plan` chooses for each layer; else `keep_for` says
+Under a memory budget `fewbits.models.plan.memory_plan` chooses for each layer; else `keep_for` says
 what the words of ``use_gradient_checkpointing`` mean (`fewbits.models.adapting.checkpointed_layers`).
 """
 

@@ -56,6 +56,7 @@ from fewbits.models.loading.options import (
 )
 from fewbits.models.loading.placing import device_map_of, dtype_of
 from fewbits.models.packing.packed import check_device, refuse_to_pack, train_all
+from fewbits.models.plan.from_batches import plan_from_batches
 from fewbits.models.writing.engine_folder import save_pretrained_merged
 from fewbits.models.writing.exporting import save_pretrained_gguf
 from fewbits.models.writing.hub import push_to_hub, push_to_hub_gguf, push_to_hub_merged
@@ -174,8 +175,8 @@ class FastLanguageModel:
             lora_dropout: dropout of an adapter's input while training; above 0 layers are not fused.
             bias: which biases train: "none", "all" or "lora_only".
             use_rslora: rank-stabilised scaling.
-            options: random_state (3407), use_gradient_checkpointing (True, False, "unsloth"; "auto" or GiB
-                with fewbits.training.plan.memory_budget.budget_for), modules_to_save, layers_to_transform,
+            options: random_state (3407), use_gradient_checkpointing (True, False, "unsloth"; "auto" or a
+                number of GiB find a plan from the first batch), modules_to_save, layers_to_transform,
                 exclude_modules, init_lora_weights, adapt_embeddings (True: an embedding among the targets
                 gets an adapter, as in PEFT; else it is trained in full, as in Unsloth), and Unsloth's other
                 arguments.
@@ -242,6 +243,7 @@ class FastLanguageModel:
         if choice is None:
             choice = chosen(model)
         recompute_as(model, True if choice is None else choice)
+        plan_from_batches(model, True if choice is None else choice)
         _keep_caches(model, False)
         if not fused_layers(model):
             model.config.use_cache = keep_for(True if choice is None else choice).mlp
@@ -275,6 +277,7 @@ def _made_fast(model: nn.Module, inner: Any, loading: Loading) -> None:
     choice = loading.use_gradient_checkpointing
     if choice is not None or fusion_of(model) is not None:
         recompute_as(model, "unsloth" if choice is None else choice)
+        plan_from_batches(model, "unsloth" if choice is None else choice)
 
 
 def _dropout_of(model: Any) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from fewbits.models.plan.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.checkpoints.folders import Progress, rotate, staged, step_of, write_atomic
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.checkpoints.model_state import read_weights
@@ -23,7 +24,6 @@ from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
 from fewbits.training.data.step_sampler import passes_of
 from fewbits.training.late_results import add_results
-from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, MemoryBudget, budget_for
 from fewbits.training.preferences.run import stages
 from fewbits.training.ranks.watch import Watch
 from fewbits.training.run_folder.killed import KILLED, note_if_killed

@@ -128,7 +128,7 @@ def _fuse(model: nn.Module, job: Job, recipe: Any) -> tuple[list[str], Any]:
         Unsupported: a budget was asked for and nothing here keeps to one.
     """
     from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_PRODUCTS
-    from fewbits.training.plan.memory_budget import budget_for
+    from fewbits.models.plan.memory_budget import budget_for
 
     config = job.configuration
     fused = import_module("fewbits.decoder.fuse")

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from fewbits.errors import BadInput
+from fewbits.models.plan.memory_budget import OPTIMIZER_BYTES
+from fewbits.models.plan.memory_plan import planner, static_of
 from fewbits.recipes import Recipe
 from fewbits.training.config import TrainConfig
 from fewbits.training.data.sources import check_sources
-from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES
-from fewbits.training.plan.memory_plan import planner, static_of
 from fewbits.training.preferences.run import stages
 from fewbits.training.report.figures import duration
 from fewbits.training.report.files import number, read_run

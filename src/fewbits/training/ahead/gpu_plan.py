@@ -1,6 +1,6 @@
 """What training a model takes on a GPU that need not be there: bytes, largest batch, recipe.
 
-Everything comes from config.json and `fewbits.training.plan.memory_plan`; no weight is read. Bytes were
+Everything comes from config.json and `fewbits.models.plan.memory_plan`; no weight is read. Bytes were
 compared with the measured rows of benchmarks/results.csv (tests/training/test_gpu_plan.py). Seconds are those
 of the same plan's rates, and only order the recipes; no speed is promised.
 """
@@ -18,9 +18,9 @@ from fewbits.errors import BadInput
 from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.models.packing.model_shapes import numbers_of
 from fewbits.models.packing.recipe_patterns import check_patterns
+from fewbits.models.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
+from fewbits.models.plan.memory_plan import GIB, MemoryPlan, Planner, planner
 from fewbits.recipes import CATALOG, Recipe, get_recipe
-from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
-from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, planner
 
 # FP8 products against bfloat16's, whole steps of one H200: 17,737 and 26,730 tokens/s
 # (docs/guide/fine-tuning.md).

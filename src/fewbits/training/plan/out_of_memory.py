@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import TrainingStopped
+from fewbits.models.plan.memory_budget import MemoryBudget
+from fewbits.models.plan.memory_ends import first_sentence, is_out_of_memory, random_state, set_random_state
+from fewbits.models.plan.memory_plan import GIB
 from fewbits.training.data.collator import Batch
-from fewbits.training.plan.memory_budget import MemoryBudget
-from fewbits.training.plan.memory_plan import GIB
 
 Pass = Callable[
     [Batch, Any], Tensor
 ]  # one forward and backward pass: batch and the step's token count to loss
-# What other libraries say when an allocation of theirs fails.
-_ALSO_SAID = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
 @dataclass(frozen=True)
@@ -83,29 +82,3 @@ class Rerun:
                 f" ({self.budget.plan.predicted.total / GIB:.2f} GiB predicted); take a smaller batch_size or"
                 " max_seq_length, and gradient_accumulation to make up for it."
             )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _ALSO_SAID)
-
-
-def first_sentence(error: BaseException) -> str:
-    """What was asked for, without the allocator's advice."""
-    return ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".") if str(error) else "no message"
-
-
-def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Of the CPU's generator and of those of all CUDA devices in use, each (bytes,) uint8; nothing waits."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), devices
-
-
-def set_random_state(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Back to what `random_state` found.
-
-    Each state is (bytes,) uint8: the CPU's, then one for each GPU.
-    """
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

@@ -14,9 +14,9 @@ from typing import Any
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.models.adapting.predicted_memory import predict_memory
+from fewbits.models.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
+from fewbits.models.plan.memory_plan import GIB, planner
 from fewbits.recipes import LoRA, Recipe
-from fewbits.training.plan.memory_budget import OPTIMIZER_BYTES, auto_budget
-from fewbits.training.plan.memory_plan import GIB, planner
 from fewbits.training.ranks.processes import Ranks
 
 

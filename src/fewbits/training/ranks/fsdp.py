@@ -20,7 +20,7 @@ The tests run it over gloo; a 70B shape was trained with it on two H200s (docs/g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,17 +29,10 @@ from torch import nn
 from fewbits.errors import Unsupported
 from fewbits.host.receipt import Change, Receipt
 from fewbits.host.record import part_of, put_part
+from fewbits.host.sharding import Sharding
 from fewbits.host.spec import find, layer_names, locate, spec_for
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.nn.linear import QuantizedLinear
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What `shard` leaves on a model: its receipt, and if layers stay gathered for their backward pass."""
-
-    receipt: Receipt
-    stays_gathered: bool
 
 
 def shard(
@@ -192,12 +185,6 @@ def keep_gathered(model: nn.Module, *, on: bool) -> None:
         put_part(model, replace(sharding, stays_gathered=on))
 
 
-def stays_gathered(model: nn.Module) -> bool:
-    """Whether a rank holds the whole model between a forward and a backward pass."""
-    sharding = part_of(model, Sharding)
-    return sharding is not None and sharding.stays_gathered
-
-
 def reshard(model: nn.Module) -> None:
     """Let go of gathered parameters: after a forward pass alone the root's still stand in for its slices."""
     for module in sharded_modules(model):
@@ -299,5 +286,4 @@ __all__ = [
     "reshard",
     "shard",
     "sharded_modules",
-    "stays_gathered",
 ]

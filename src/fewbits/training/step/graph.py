@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.models.plan.memory_ends import first_sentence
 from fewbits.training.data.collator import Batch
-from fewbits.training.plan.out_of_memory import Pass, first_sentence
+from fewbits.training.plan.out_of_memory import Pass
 from fewbits.training.step.bad_numbers import can_skip, inner_optimizer
 
 # Up to this width of the residual, layers of a few thousand tokens end before the host has launched the next.

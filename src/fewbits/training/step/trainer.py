@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 from fewbits.decoder.fuse import load_scales, scales_of
 from fewbits.errors import TrainingStopped
 from fewbits.formats import Format
+from fewbits.models.plan.memory_budget import MemoryBudget
+from fewbits.models.plan.memory_ends import first_sentence
 from fewbits.training.checkpoints.folders import (
     PREFIX,
     Progress,
@@ -30,8 +32,7 @@ from fewbits.training.checkpoints.model_state import read_weights, write_weights
 from fewbits.training.checkpoints.sharded import is_sharded_checkpoint
 from fewbits.training.data.collator import Batch, count_trained
 from fewbits.training.data.step_sampler import EpochSampler, StepBatches
-from fewbits.training.plan.memory_budget import MemoryBudget
-from fewbits.training.plan.out_of_memory import Pass, Rerun, first_sentence
+from fewbits.training.plan.out_of_memory import Pass, Rerun
 from fewbits.training.plan.parallel import Layout
 from fewbits.training.ranks.averaging import GradientMean
 from fewbits.training.step.bad_numbers import NumberCheck

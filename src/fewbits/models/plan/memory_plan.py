@@ -39,11 +39,12 @@ from fewbits.decoder.limits import why_not_attention
 from fewbits.errors import BadInput
 from fewbits.families.catalog import LLAMA
 from fewbits.families.registry import written_spec
+from fewbits.host.sharding import stays_gathered
 from fewbits.models.adapting.predicted_memory import predict_memory
 from fewbits.models.packing.model_shapes import LayerShapes, layer_shapes, model_of_config, numbers_of
+from fewbits.models.plan.layer_cost import LayerCost, layer_cost, machine_of
 from fewbits.recipes import Recipe
 from fewbits.recipes.standing_memory import Memory, head_copies
-from fewbits.training.plan.layer_cost import LayerCost, layer_cost, machine_of
 
 GIB = 2**30
 # One chunk of logits, as fewbits.kernels.loss.linear_cross_entropy cuts them, and its form with 8-bit
@@ -109,8 +110,6 @@ def static_of(model: nn.Module, *, optimizer_bytes: int = 8) -> Memory:
 
 def gathered_bytes(model: nn.Module) -> int:
     """Of parameters that FSDP2 gathers: two layers, and as many on their way; embedding and head; or all."""
-    from fewbits.training.ranks.fsdp import stays_gathered
-
     if not any(hasattr(p, "to_local") for p in model.parameters()):
         return 0
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]

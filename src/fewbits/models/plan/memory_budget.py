@@ -1,6 +1,6 @@
 """A model's plan while it trains: put in place, corrected by the first step, made smaller where memory ends.
 
-The plan itself comes from `fewbits.training.plan.memory_plan`; here it meets a model and a device.
+The plan itself comes from `fewbits.models.plan.memory_plan`; here it meets a model and a device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from fewbits.decoder.keep import KEEP_ACTIVATIONS, KEEP_NONE, KEEP_ON_HOST, Keep
 from fewbits.decoder.offload import HostStash
 from fewbits.errors import BadInput, Unsupported
 from fewbits.host.conversion import conversion_of
+from fewbits.host.record import put_part
 from fewbits.models.adapting.checkpointed_layers import checkpoint_layers
 from fewbits.models.packing.model_shapes import layer_shapes
+from fewbits.models.plan.memory_plan import GIB, MemoryPlan, Planner, gathered_bytes, planner, static_of
 from fewbits.recipes import LoRA, Recipe
-from fewbits.training.plan.memory_plan import GIB, MemoryPlan, Planner, gathered_bytes, planner, static_of
 
 logger = logging.getLogger("fewbits")
 
@@ -154,6 +155,7 @@ class MemoryBudget:
     plan: MemoryPlan = field(init=False)
     notes: list[str] = field(default_factory=list)
     _factor: float = 1.0
+    _limit: int | None = None  # what the plan after memory ran out is expected to take
     _before: int | None = None
     _largest: int = 0
     _measured: bool = False
@@ -210,11 +212,25 @@ class MemoryBudget:
         if smaller is None:
             return False
         self._use(smaller)
+        self._limit = smaller.predicted.total
         self._measured = True  # the step that is repeated says nothing about a whole one
         self._say(
             f"memory: step {step} ran out of memory ({why}) and is repeated under a smaller plan: {smaller}"
         )
         return True
+
+    def grow(self, num_tokens: int) -> None:
+        """A batch is about to run; if none had as many tokens, the plan is made for it."""
+        if num_tokens <= self.num_tokens:
+            return
+        self.num_tokens = num_tokens
+        limit = self.budget_bytes if self._limit is None else min(self._limit, self.budget_bytes)
+        plan = replace(self._planner().plan(limit), budget_bytes=self.budget_bytes)
+        if (plan.keeps, plan.checkpointing) == (self.plan.keeps, self.plan.checkpointing):
+            self.plan = plan
+            return
+        self._use(plan)
+        self._say(f"memory: a batch has {num_tokens} tokens; new plan: {plan}")
 
     def release(self) -> None:
         """Free everything of a step that died."""
@@ -243,7 +259,27 @@ class MemoryBudget:
         self.notes.append(sentence)
 
 
-def budget_for(
+@dataclass(frozen=True)
+class PlanGiven:
+    """What `budget_for` leaves on a model's record: its plan is there, and no batch need find one."""
+
+
+def budget_for(model: nn.Module, budget: str | float, **options: Any) -> MemoryBudget | None:
+    """The budget of a model that is ready to train, its first plan put in place: see `made_budget`.
+
+    Args:
+        model: fused or not, with its adapters.
+        budget: "auto", a number of GiB, or the same for all layers: "keep", "recompute", "offload".
+        options: the other arguments of `made_budget`.
+
+    Raises:
+        BadInput: a number of GiB was given for a model whose configuration does not tell its shapes.
+    """
+    put_part(model, PlanGiven())
+    return made_budget(model, budget, **options)
+
+
+def made_budget(
     model: nn.Module,
     budget: str | float,
     *,
@@ -253,7 +289,7 @@ def budget_for(
     optimizer_bytes: int = 8,
     agree: Callable[[float], list[float]] = lambda number: [number],
 ) -> MemoryBudget | None:
-    """The budget of a model that is ready to train, its first plan put in place.
+    """A budget with a plan in place.
 
     Args:
         model: fused or not, with its adapters.
