@@ -124,12 +124,20 @@ _KNOWN = {
     "FP8BwdTensorIdx": _BACKWARD,
     "_default_sf_compute": lambda amax, scale, largest, margin: updated_scale(amax, scale, largest, margin),
     "get_cudnn_version": lambda: (9, 99, 0),
+    "is_module_grouped_tensor_path_supported": lambda recipe, dtype: _has_grouped_path(recipe, dtype),
     "is_non_tn_fp8_gemm_supported": lambda: True,
     "init_method_normal": lambda sigma: lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma),
     "scaled_init_method_normal": lambda sigma, layers: (
         lambda tensor: torch.nn.init.normal_(tensor, 0.0, sigma / (2.0 * layers) ** 0.5)
     ),
 }
+
+
+def _has_grouped_path(recipe: Any, dtype: torch.dtype) -> bool:
+    """What Transformer Engine documents for one parameter of all experts on compute capability 9.0."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return recipe is None or recipe.float8_current_scaling() or recipe.float8_block_scaling()
 
 
 def _missing(name: str) -> Any:

@@ -159,6 +159,114 @@ def test_grouped_linear_is_several_linears(recipe: object) -> None:
         grouped(x, [4, 4, 4])
 
 
+@pytest.mark.parametrize("one_bias", [False, True])
+@pytest.mark.parametrize("way", ["plain", "main_grad", "delayed", "both", "apart"])
+def test_one_parameter_for_all_pieces(one_bias: bool, way: str) -> None:
+    """The same numbers as from a parameter for each piece, wherever the gradients go."""
+    fused, later = way in ("main_grad", "both"), way in ("delayed", "both")
+    words = {"device": "cpu", "fuse_wgrad_accumulation": fused, "delay_wgrad_compute": later}
+    words |= {"return_bias": way == "apart", "use_grouped_tensor": True}
+    several = te.GroupedLinear(3, 32, 16, **words)
+    one = te.GroupedLinear(3, 32, 16, single_grouped_weight=True, single_grouped_bias=one_bias, **words)
+    with torch.no_grad():
+        for i in range(3):
+            getattr(several, f"bias{i}").normal_()
+    one.load_state_dict(several.state_dict())
+    assert one.weight.shape == (3, 16, 32) and (not one_bias or one.bias.shape == (3, 16))
+    x, dy = torch.randn(24, 32), torch.randn(24, 16)
+    gradients = []
+    for layer in (several, one):
+        weights = [p for n, p in layer.named_parameters() if n.startswith("weight")]
+        for weight in weights if fused else ():
+            weight.main_grad = torch.full(weight.shape, 0.25)
+        for _ in range(2):  # gradients add up
+            leaf = x.clone().requires_grad_()
+            with te.autocast(recipe=Float8BlockScaling()):
+                y = layer(leaf, torch.tensor([8, 0, 16]))
+            if way == "apart":
+                y, biases = y
+                y = y + torch.cat([b.expand(n, -1) for b, n in zip(biases, (8, 0, 16), strict=True)])
+            y.backward(dy)
+            biases = [p for n, p in layer.named_parameters() if n.startswith("bias")]
+            assert all(b.grad is not None for b in biases)
+            if later:
+                layer.backward_dw()
+        of_weights = [w.main_grad if fused else w.grad for w in weights]
+        assert not fused or weights[0].grad is None
+        parts = [torch.stack(g) if len(g) > 1 else g[0] for g in (of_weights, [b.grad for b in biases])]
+        gradients.append((y.detach(), leaf.grad, *parts))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    back = te.GroupedLinear(3, 32, 16, device="cpu")
+    back.load_state_dict(one.state_dict())
+    assert torch.equal(back.weight2, one.weight[2])
+
+
+def test_one_parameter_for_all_pieces_is_never_quantised_alone() -> None:
+    with te.quantized_model_init(recipe=Float8BlockScaling()), pytest.raises(Unsupported, match="weight0"):
+        te.GroupedLinear(2, 4, 4, single_grouped_weight=True, device="cpu")
+
+
+def test_quantile_balancing_counts_the_biases_that_tokens_need() -> None:
+    """Token by token: how much more each expert would have needed to reach the best one left out."""
+    tokens, experts, topk, bins = 40, 12, 3, 16
+    bias, bounds = torch.linspace(-0.2, 0.2, experts), torch.tensor([-0.4, 0.5])
+    histogram = torch.zeros(experts, bins, dtype=torch.int32)
+    counts = torch.zeros_like(histogram)
+    for _ in range(2):  # it is added to
+        logits = torch.randn(2, tokens, experts)
+        logits[0, 0] = 1.0
+        words = {"qb_bin_bounds": bounds, "qb_histogram_mode": "two_kernel"}
+        score = ("sigmoid", bias)
+        probs, _ = te.fused_topk_with_score_function(
+            logits, topk, False, None, None, None, *score, qb_histogram=histogram, **words
+        )
+        plain = te.fused_topk_with_score_function(logits, topk, False, None, None, None, *score)
+        torch.testing.assert_close(probs[:, 1:], plain[0][:, 1:])
+        for row in logits.sigmoid().view(-1, experts):
+            cutoff = sorted((row + bias).tolist())[-topk - 1]
+            for expert in range(experts):
+                place = (torch.tensor(cutoff) - row[expert] - bounds[0]) * (bins / (bounds[1] - bounds[0]))
+                counts[expert, int(place.floor().clamp(0, bins - 1))] += 1
+    assert torch.equal(histogram, counts) and histogram[:, (0, -1)].sum() > 0
+    flat = torch.zeros(1, experts)
+    _, ties = te.fused_topk_with_score_function(
+        flat, topk, False, None, None, None, "sigmoid", torch.zeros(experts), qb_histogram=histogram, **words
+    )
+    assert ties.sum() == topk
+    for wrong, message in (({"qb_bin_bounds": bounds.flip(0)}, "lower < upper"), ({}, "together")):
+        with pytest.raises(BadInput, match=message):
+            words = {"qb_histogram": histogram, "qb_histogram_mode": "two_kernel"} if wrong else {}
+            te.fused_topk_with_score_function(
+                flat, 3, False, None, None, None, *score, **words, **(wrong or {"qb_histogram": histogram})
+            )
+    with pytest.raises(BadInput, match="only supports"):
+        te.fused_topk_with_score_function(
+            flat,
+            3,
+            False,
+            None,
+            None,
+            None,
+            "softmax",
+            None,
+            qb_histogram=histogram,
+            qb_bin_bounds=bounds,
+            qb_histogram_mode="two_kernel",
+        )
+
+
+def test_the_loss_keeps_one_tensor_for_the_backward_pass() -> None:
+    logits, target = torch.randn(6, 50, requires_grad=True), torch.randint(50, (6,))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        loss = te.parallel_cross_entropy(logits.bfloat16(), target, 0.1)
+    assert [(t.dtype, t.shape) for t in kept] == [(torch.float32, logits.shape)]
+    loss.sum().backward()
+    with torch.no_grad():
+        assert not te.parallel_cross_entropy(logits, target).requires_grad
+
+
 def test_padding_and_unpadding() -> None:
     x = torch.randn(12, 4, requires_grad=True)
     with te.autocast(recipe=MXFP8BlockScaling()):

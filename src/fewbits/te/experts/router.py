@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput
-from fewbits.te.layers.module import refuse
 
 
 class RoutingMapFormat(enum.IntEnum):
@@ -65,6 +65,49 @@ def _share(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
+def _check_quantiles(
+    words: tuple[Any, Any, Any], score_function: str, groups: Any, expert_bias: Tensor | None
+) -> bool:
+    """Whether quantile balancing is asked for, by words that fit together."""
+    if all(word is None for word in words):
+        return False
+    if any(word is None for word in words):
+        raise BadInput("qb_histogram, qb_bin_bounds and qb_histogram_mode must be provided together.")
+    if score_function != "sigmoid" or groups or expert_bias is None:
+        raise BadInput(
+            "quantile balancing only supports score_function 'sigmoid' with an expert_bias and no groups of "
+            "experts: leave num_groups and group_topk at None."
+        )
+    if words[2] not in ("two_kernel", "fused_atomic"):
+        raise BadInput(f"qb_histogram_mode must be 'two_kernel' or 'fused_atomic', not {words[2]!r}.")
+    return True
+
+
+def _top_and_next(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Indices (..., topk) of the largest scores (..., experts), and the largest of the others (..., 1).
+
+    Of equal ones at the border that with the highest number is left out.
+    """
+    best = scores.topk(topk + 1, -1)
+    cutoff = best.values[..., -1:]
+    last = best.indices.masked_fill(best.values != cutoff, -1).amax(-1, keepdim=True)
+    return best.indices[best.indices != last].view(*scores.shape[:-1], topk), cutoff
+
+
+def _count_biases(biases: Tensor, histogram: Tensor, bounds: Tensor) -> None:
+    """Count, for each expert, the biases (..., experts) with which tokens would have chosen it, by bins.
+
+    Bins (experts, bins) of equal width lie between two bounds; what is outside counts to the outermost ones.
+    """
+    lower, upper = bounds.tolist()
+    if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
+        raise BadInput(f"qb_bin_bounds must be finite with lower < upper, not [{lower}, {upper}].")
+    experts, bins = histogram.shape
+    steps = (biases - bounds[0]) * (bins / (bounds[1] - bounds[0]))
+    index = steps.floor().long().clamp_(0, bins - 1) + torch.arange(experts, device=biases.device) * bins
+    histogram += torch.bincount(index.flatten(), minlength=experts * bins).view(experts, bins)
+
+
 def fused_topk_with_score_function(
     logits: Tensor,
     topk: int,
@@ -94,17 +137,24 @@ def fused_topk_with_score_function(
         expert_bias: (experts,), added to the latter two for the choice alone.
         routing_map_format: see `RoutingMapFormat`.
         topk_indices: (tokens, topk), filled with the chosen experts and returned instead of the map.
-        qb_histogram: quantile balancing is refused, as are the next two.
+        qb_histogram: (experts, bins) int32 of quantile balancing, added to: for each expert, how many tokens
+            need which bias to choose it, see `_count_biases`. For "sigmoid" without groups.
+        qb_bin_bounds: (2,) float32, where the bins begin and end.
+        qb_histogram_mode: "two_kernel" or "fused_atomic", the same here.
 
     Returns:
         Probabilities (..., experts) in the logits' dtype, 0 where not chosen, and the map.
     """
     quantiles = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
-    refuse(any(q is not None for q in quantiles), "quantile balancing", "leave the qb_ arguments at None")
+    balances = _check_quantiles(quantiles, score_function, num_groups or group_topk, expert_bias)
     after = score_function == "softmax" and not use_pre_softmax
     scores = logits if after else _score(logits, score_function)
     biased = scores if expert_bias is None or score_function == "softmax" else scores + expert_bias
-    index = _top(biased.detach(), topk, num_groups, group_topk)
+    if balances and qb_histogram is not None and qb_bin_bounds is not None:
+        index, cutoff = _top_and_next(biased.detach(), topk)
+        _count_biases(cutoff - scores.detach(), qb_histogram, qb_bin_bounds)
+    else:
+        index = _top(biased.detach(), topk, num_groups, group_topk)
     chosen = scores.gather(-1, index)
     if after:
         chosen = chosen.float().softmax(-1)

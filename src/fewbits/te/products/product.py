@@ -43,6 +43,7 @@ class ProductSettings:
         override: None, "high_precision" or "dequantized".
         keep_weight_gradient: takes dw where it belongs instead of autograd, or None.
         later: takes a function that computes dw and db when it is called, or None.
+        later_bias: whether db waits with dw.
         after_backward: called at the end of the backward pass, or None.
         short: whether a GPU's units may add up in their shorter accumulator, in each of the three products.
     """
@@ -54,6 +55,7 @@ class ProductSettings:
     override: str | None = None
     keep_weight_gradient: Callable[[Tensor], None] | None = None
     later: Callable[[Callable[[], tuple[Tensor, Tensor | None]]], None] | None = None
+    later_bias: bool = True
     after_backward: Callable[[], None] | None = None
     short: tuple[bool, bool, bool] = (True, False, False)
 
@@ -261,13 +263,13 @@ def _weight_gradients(
             dw = product(x_KM, g.columns, kind).t()  # as torch's own linear: the same sums, bit for bit
         else:
             dw = product(g.columns, x_KM, kind, short=plan.short[2])
-        return dw, of_bias()
+        return dw, of_bias() if plan.later is None or plan.later_bias else None
 
     if not wants_dw:
         return None, of_bias()
     if plan.later is not None:
         plan.later(compute)
-        return None, None
+        return None, None if plan.later_bias else of_bias()
     dw, db = compute()
     if plan.keep_weight_gradient is not None:
         plan.keep_weight_gradient(dw)

@@ -11,15 +11,20 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 
+Place = str | tuple[str, int]
+"""A parameter's name, or that of a parameter of several matrices and which of them."""
 
-def _pieces(module: nn.Module, names: Sequence[str], whole: Tensor) -> list[tuple[Any, Tensor]]:
-    """Each parameter with its rows of a gradient."""
-    parameters = [getattr(module, name) for name in names]
-    return list(zip(parameters, whole.split([len(p) for p in parameters]), strict=True))
+
+def _pieces(module: nn.Module, places: Sequence[Place], whole: Tensor) -> list[tuple[Any, Any, Tensor]]:
+    """Each parameter, which entry of it is meant (``...`` for all of it), and its rows of a gradient."""
+    pairs = [(place, ...) if isinstance(place, str) else place for place in places]
+    parameters = [(getattr(module, name), entry) for name, entry in pairs]
+    rows = whole.split([len(parameter[entry]) for parameter, entry in parameters])  # type: ignore[no-untyped-call]
+    return [(*pair, piece) for pair, piece in zip(parameters, rows, strict=True)]
 
 
 def gradient_keeper(
-    module: nn.Module, names: Sequence[str], enabled: bool
+    module: nn.Module, places: Sequence[Place], enabled: bool
 ) -> Callable[[Tensor], None] | None:
     """A function that adds a gradient (N, K) to the parameters' ``main_grad``; None unless ``enabled``.
 
@@ -30,7 +35,7 @@ def gradient_keeper(
         return None
 
     def keep(gradient: Tensor) -> None:
-        for parameter, piece in _pieces(module, names, gradient):
+        for parameter, entry, piece in _pieces(module, places, gradient):
             target = getattr(parameter, "main_grad", None)
             if target is None:
                 raise BadInput(
@@ -38,9 +43,9 @@ def gradient_keeper(
                     "set it to a tensor of the weight's shape before the backward pass."
                 )
             if getattr(parameter, "overwrite_main_grad", False):
-                target.copy_(piece)
+                target[entry].copy_(piece)
             else:
-                target.add_(piece)
+                target[entry].add_(piece)
             if hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True
 
@@ -54,7 +59,7 @@ class Later:
         self._waiting: deque[Callable[[], None]] = deque()
 
     def note(
-        self, module: nn.Module, weights: Sequence[str], biases: Sequence[str]
+        self, module: nn.Module, weights: Sequence[Place], biases: Sequence[Place]
     ) -> Callable[[Callable[[], tuple[Tensor, Tensor | None]]], None]:
         """What a product calls with the function that computes its gradients."""
 
@@ -85,7 +90,12 @@ class Later:
             self._waiting.popleft()()
 
 
-def _add(pieces: list[tuple[Any, Tensor]]) -> None:
-    for parameter, piece in pieces:
+def _add(pieces: list[tuple[Any, Any, Tensor]]) -> None:
+    for parameter, entry, piece in pieces:
         piece = piece.to(parameter.dtype)
-        parameter.grad = piece.clone() if parameter.grad is None else parameter.grad + piece
+        if entry is ...:
+            parameter.grad = piece.clone() if parameter.grad is None else parameter.grad + piece
+        else:
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            whole[entry] += piece
+            parameter.grad = whole
