@@ -10,7 +10,7 @@ import fewbits.te as te
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.formats.bits import unpack_bits
-from fewbits.te.arithmetic.float4 import e2m1_values
+from fewbits.kernels.codec.small_blocks import e2m1_values
 from fewbits.te.products.product import product
 from fewbits.te.recipe import (
     CustomRecipe,

@@ -9,7 +9,8 @@ import torch
 import fewbits.te as te
 from fewbits.formats.bits import unpack_bits
 from fewbits.formats.minifloat import E2M1
-from fewbits.te.arithmetic.float4 import e2m1_codes, rotate
+from fewbits.kernels.codec.small_blocks import e2m1_codes
+from fewbits.te.arithmetic.float4 import rotate
 from tests.te import reference
 
 SHAPES = [(1, 1), (3, 37), (33, 150), (130, 65)]

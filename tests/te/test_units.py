@@ -14,6 +14,7 @@ from fewbits.te import recipe
 from fewbits.te.layers.activations import activated
 from fewbits.te.layers.norm import normalized
 from fewbits.te.products import units
+from fewbits.te.products.emulated import in_bfloat16, product_in_bfloat16
 from fewbits.te.products.product import product
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -171,3 +172,44 @@ def test_cuda_activations_are_those_in_float32(name: str) -> None:
     assert torch.equal(*results)
     gradients = [torch.autograd.grad(y, leaf, dy)[0] for y, leaf in zip(results, leaves, strict=True)]
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("quantizer", [te.MXFP8Quantizer(E4), te.MXFP8Quantizer(E5), te.NVFP4Quantizer()])
+def test_bfloat16_holds_what_the_units_lack(quantizer: Any) -> None:
+    """So that products by its units round nothing but the result."""
+    a, b = operand(24, 96, quantizer), operand(40, 96, quantizer)
+    y = product_in_bfloat16(a, b, torch.float32)
+    assert y is not None
+    exact = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    sums = a.dequantize(torch.float64).abs() @ b.dequantize(torch.float64).abs().t()
+    assert ((y - exact).abs() <= sums * 2.0**-24 * 96).all()
+    values = in_bfloat16(a)
+    assert values is not None and values[0].dtype == torch.bfloat16
+    scale = 1.0 if values[1] is None else values[1].double()
+    torch.testing.assert_close(
+        values[0].double() * scale, a.dequantize(torch.float64), rtol=2.0**-23, atol=0.0
+    )
+    plain = operand(24, 96, by_tensor(E5))
+    assert product_in_bfloat16(plain, plain, torch.bfloat16) is not None
+    assert product_in_bfloat16(operand(24, 96, by_values()), plain, torch.bfloat16) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["MXFP8BlockScaling", "NVFP4BlockScaling"])
+def test_emulated_recipes_on_a_gpu_are_those_of_a_cpu(name: str) -> None:
+    """Outputs and gradients, without stochastic rounding and rotations, whose sums are each device's own."""
+    words = {"disable_rht": True, "disable_stochastic_rounding": True} if name.startswith("NV") else {}
+    chosen = getattr(recipe, name)(**words)
+    layer = te.Linear(256, 160, device="cpu")
+    x, dy = torch.randn(96, 256), torch.randn(96, 160)
+    results = []
+    for device in ("cpu", "cuda"):
+        copy = te.Linear(256, 160, device=device)
+        copy.load_state_dict(layer.state_dict())
+        leaf = x.to(device).requires_grad_()
+        with te.emulation(), te.autocast(recipe=chosen):
+            y = copy(leaf)
+        y.backward(dy.to(device))
+        results.append([t.detach().cpu() for t in (y, leaf.grad, copy.weight.grad)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(theirs.abs().max()) * 2e-6)

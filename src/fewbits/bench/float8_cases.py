@@ -21,6 +21,11 @@ from fewbits.kernels.codec.quantize_float8 import (
     quantize_tensor,
     scale_of_amax,
 )
+from fewbits.kernels.codec.small_blocks import (
+    SmallBlocks,
+    small_blocks,
+    small_blocks_ref,
+)
 from fewbits.kernels.decoder.gated_activation import (
     gated_activation_backward_into,
     gated_activation_backward_ref,
@@ -157,6 +162,45 @@ def _operand_problem(case: Case, device: torch.device) -> Problem:
     if device.type == "cuda":
         functions["torch_compile"] = torch.compile(eager, dynamic=False)
     return Problem({name: _plain(f) for name, f in functions.items()}, exact)
+
+
+def small_block_cases(max_size: int) -> list[Case]:
+    """An activation of 15,872 tokens as MXFP8 and NVFP4 codes, see small_blocks.py."""
+    M, N = min(15872, max_size), min(4096, max_size)
+    return [
+        Case(
+            op="small_blocks",
+            part=part,
+            format=part,
+            M=M,
+            N=N,
+            bytes_moved=round((2 + bits / 8) * M * N),
+            tolerance=_ONE_ROUNDING,
+            build=_small_block_problem,
+        )
+        for part, bits in (("mxfp8", 8.25), ("nvfp4", 4.5))
+    ]
+
+
+def _small_block_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.N)
+    amax = x.abs().max().float().view(1)
+    is_mx = case.part == "mxfp8"
+    dtype, block = (torch.float8_e4m3fn, (1, 32)) if is_mx else (torch.uint8, (1, 16))
+
+    def ours() -> Sequence[Tensor]:
+        return small_blocks(x, dtype, block, amax=None if is_mx else amax)
+
+    def eager() -> Sequence[Tensor]:
+        codes, scales = ours()
+        outputs = torch.empty_like(codes), torch.empty_like(scales)
+        small_blocks_ref(SmallBlocks(x, *outputs, amax, list(block), 448.0, -1))
+        return outputs
+
+    def exact() -> Sequence[Tensor]:
+        return [part.double() for part in eager()]
+
+    return Problem({name: _plain(f) for name, f in {"fewbits": ours, "torch_eager": eager}.items()}, exact)
 
 
 # The norm with what stands beside it.
@@ -447,6 +491,7 @@ def _weight_problem(case: Case, device: torch.device) -> Problem:
 MAKERS = (
     quantize_cases,
     operand_cases,
+    small_block_cases,
     norm_cases,
     gated_cases,
     gated_lora_cases,

@@ -19,31 +19,20 @@ from fewbits.formats.base import Packed, PartSpec
 from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import E2M1
-from fewbits.formats.tables import table
+from fewbits.kernels.codec.float8_operands import amax_of
+from fewbits.kernels.codec.small_blocks import (
+    by_e4m3_ref,
+    e2m1_codes,
+    e2m1_values,
+    e4m3_scales,
+    inverse_of_scale,
+    multiplier_of_tensor,
+    small_blocks,
+    small_values,
+)
 
 _LARGEST = E2M1.largest  # 6
 _E4M3_LARGEST = 448.0
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-def e2m1_codes(x: Tensor, uniform: Tensor | None = None) -> Tensor:
-    """Four-bit codes of float32 values, the sign in bit 3; rounded as magnitudes are.
-
-    Args:
-        x: any shape, float32; magnitudes above 6, and what is not finite, count as 6.
-        uniform: None rounds to nearest, ties to the even code; else numbers in [0, 1) of x's shape: up where
-            the number is below the fraction of the step.
-
-    Returns:
-        uint8 of that shape.
-    """
-    size = x.abs().clamp(max=E2M1.largest).nan_to_num(E2M1.largest)
-    return E2M1.codes(size, uniform) | (x.signbit().to(torch.uint8) << 3)
-
-
-def e2m1_values(codes: Tensor) -> Tensor:
-    """The float32 values of four-bit codes, any shape."""
-    return table(E2M1.values, codes.device)[codes.long()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,20 +78,32 @@ class Float4(BlockFormat):
         """Bits of a code."""
         return 4
 
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`. A matrix on a GPU goes through a kernel."""
+        plain = not self.by_row and not self.four_over_six
+        if x.device.type == "cpu" or x.dim() != 2 or not x.numel() or not plain:
+            return super().quantize(x, seed=seed)
+        amax = amax_of(x.contiguous())
+        bound = self.scale_bound
+        codes, scales = small_blocks(x, torch.uint8, self.block, amax=amax, bound=bound, seed=seed)
+        return Packed(self, tuple(x.shape), x.dtype, {"codes": codes, "scales": scales, "amax": amax})
+
+    def in_bfloat16(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """A packed matrix (M, K) without its float32 scale, exact in bfloat16, and that scale (1 or M, 1)."""
+        M, K = packed.shape
+        values = small_values(packed.codes, packed.scales, self.block, (M, K))
+        return values, packed.parts["amax"].reshape(-1, 1) / self.largest_of_tensor
+
     def rounded(self, x: Blocks) -> dict[str, Tensor]:
         """See `BlockFormat.rounded`, for x (M, K)."""
         blocks = x.values.float()
         block_amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
         amax = block_amax.amax(dim=2 if self.by_row else (0, 2), keepdim=True)
-        bound = amax.new_full((), self.largest_of_tensor)
-        encode = (bound / amax).clamp(max=_FLOAT32_MAX)
-        encode = torch.where(encode == 0, torch.ones_like(encode), encode)
+        encode = multiplier_of_tensor(amax, self.scale_bound)
         if self.four_over_six:
             codes, scales = self._better_of_two(blocks, block_amax, amax, encode)
         else:
-            sixth = encode * (1.0 / encode.new_full((), _LARGEST))
-            scales = _to_e4m3(block_amax * sixth)
-            codes = e2m1_codes(blocks * _inverse(scales, encode), x.uniform)
+            codes, scales = by_e4m3_ref(blocks, block_amax, encode, x.uniform)
         return {"codes": codes, "scales": scales, "amax": amax}
 
     def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:
@@ -117,8 +118,8 @@ class Float4(BlockFormat):
         """Codes (R, r, C, c) and scales (R, 1, C, 1): largest value 4 or 6, whichever errs less."""
         base = (block_amax / block_amax.new_full((), _LARGEST)) * encode
         results = []
-        for scales in (_to_e4m3(base * 1.5), _to_e4m3(base)):
-            codes = e2m1_codes(blocks * _inverse(scales, encode))
+        for scales in (e4m3_scales(base * 1.5), e4m3_scales(base)):
+            codes = e2m1_codes(blocks * inverse_of_scale(scales, encode))
             decoded = e2m1_values(codes) * scales.float() * amax
             difference = decoded / amax.new_full((), self.largest_of_tensor) - blocks
             error = difference.abs() if self.four_over_six == "MAE" else difference * difference
@@ -158,15 +159,6 @@ def _sum_in_order(error: Tensor) -> Tensor:
     return total
 
 
-def _to_e4m3(scales: Tensor) -> Tensor:
-    return scales.clamp(max=_E4M3_LARGEST).to(torch.float8_e4m3fn)
-
-
-def _inverse(scales: Tensor, encode: Tensor) -> Tensor:
-    """What values are multiplied by: 1 / (scale / encode), finite."""
-    return (1.0 / (scales.float() * (1.0 / encode))).clamp(max=_FLOAT32_MAX)
-
-
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of the random Hadamard transform, which Transformer Engine publishes and keeps fixed."""
 
@@ -189,6 +181,10 @@ def rotate(x: Tensor, *, signs: bool = True) -> Tensor:
     if signs:
         matrix = torch.tensor(SIGNS, dtype=torch.float32)[:, None] * matrix
     matrix = (matrix * 0.25).to(x.device)
+    if (
+        x.device.type != "cpu" and x.dtype == torch.bfloat16
+    ):  # which holds both: its units round each sum once
+        return (x.reshape(-1, 16) @ matrix.to(x.dtype)).view(x.shape)
     return (x.float().reshape(-1, 16) @ matrix).view(x.shape).to(x.dtype)
 
 

@@ -15,7 +15,7 @@ from fewbits.formats.block_format import BlockFormat, Blocks
 from fewbits.formats.blocks import Block, scale_shape
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import power_of_e8m0
-from fewbits.te.arithmetic.scaling import exponents_of_amax, to_float8
+from fewbits.kernels.codec.small_blocks import by_exponents_ref, small_blocks, small_values
 
 _KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -48,11 +48,21 @@ class Microscaled(BlockFormat):
         scales = PartSpec(scale_shape(shape, self.block), torch.uint8)
         return {"codes": PartSpec(shape, self.torch_dtype), "scales": scales}
 
+    def quantize(self, x: Tensor, *, seed: int | None = None) -> Packed:
+        """Write x in this format; see `Format.quantize`. A matrix on a GPU goes through a kernel."""
+        if x.device.type == "cpu" or x.dim() != 2 or not x.numel():
+            return super().quantize(x, seed=seed)
+        codes, scales = small_blocks(x, self.torch_dtype, self.block)
+        return Packed(self, tuple(x.shape), x.dtype, {"codes": codes, "scales": scales})
+
+    def in_bfloat16(self, packed: Packed) -> tuple[Tensor, None]:
+        """The values of a packed matrix (M, K) in bfloat16, exact as `small_blocks` says."""
+        M, K = packed.shape
+        return small_values(packed.codes, packed.scales, self.block, (M, K)), None
+
     def rounded(self, x: Blocks) -> dict[str, Tensor]:
         """See `BlockFormat.rounded`; always to nearest."""
-        blocks = x.values.float()
-        scales = exponents_of_amax(blocks.abs().amax(dim=(1, 3), keepdim=True), self.torch_dtype)
-        codes = to_float8(blocks * power_of_e8m0(scales, inverse=True), self.torch_dtype)
+        codes, scales = by_exponents_ref(x.values.float(), self.torch_dtype)
         return {"codes": codes, "scales": scales}
 
     def decoded(self, codes: Tensor, scales: Tensor, packed: Packed) -> Tensor:

@@ -20,27 +20,6 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _LOWEST_EXPONENT = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 
 
-def exponents_of_amax(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """E8M0: the biased exponent of the smallest power of two that amax / largest does not exceed.
-
-    Args:
-        amax: any shape, float32.
-        dtype: of the codes.
-
-    Returns:
-        uint8 of that shape: 0 for zero, 254 for infinity, 255 for NaN.
-    """
-    quotient = amax * amax.new_full((), 1.0 / LARGEST[dtype])
-    bits = quotient.contiguous().view(torch.int32)
-    exponent, mantissa = (bits >> 23) & 0xFF, bits & 0x7FFFFF
-    # below 2**-127, half the smallest normal number, exponent 0 is already large enough
-    rounds_up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    exponent = exponent + rounds_up.to(torch.int32)
-    exponent = torch.where(quotient.isinf(), torch.full_like(exponent, 254), exponent)
-    exponent = torch.where(quotient.isnan(), torch.full_like(exponent, 255), exponent)
-    return exponent.to(torch.uint8)
-
-
 def updated_scale(amax: Tensor, scale: Tensor, largest: float, margin: int) -> Tensor:
     """Delayed scaling's next multiplier.
 

@@ -4,8 +4,8 @@
 operands, as `fewbits.te.tensors.quantizers` makes them: ``y`` over K (rows of x, rows of w), ``dx = dy @ w``
 over N (rows of dy, columns of w), ``dw = dy.T @ x`` over M (columns of dy, columns of x). Sums are in
 float32, and results are rounded once to the type of x. The bias is added and its gradient summed unquantised.
-On a GPU the 8-bit units multiply what they can, see `fewbits.te.products.units`: their sums run in another
-order.
+On a GPU the 8-bit units multiply what they can, see `fewbits.te.products.units`, and those of bfloat16 what
+these lack, see `fewbits.te.products.emulated`: their sums run in another order.
 
 With the backward override "high_precision" the backward pass multiplies dy, x and w as they are, with
 "dequantized" dy as it is by the rounded rows of x and w, which are kept as codes.
@@ -24,6 +24,7 @@ from torch import Tensor
 from fewbits.formats.base import Packed
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
+from fewbits.te.products.emulated import product_in_bfloat16
 from fewbits.te.products.units import on_units, product_on_units
 from fewbits.te.tensors.operand import Operand, plain
 from fewbits.te.tensors.quantizers import IdentityQuantizer, Quantizer
@@ -84,9 +85,12 @@ def product(
         bias: (N,) or None.
         short: see `ProductSettings`.
     """
-    if isinstance(a, Packed) and isinstance(b, Packed) and on_units(a, b):
-        return product_on_units(a, b, dtype, bias=bias, short=short)
-    y = _by_definition(a, b, dtype)
+    y = None
+    if isinstance(a, Packed) and isinstance(b, Packed) and a.codes.device.type == "cuda":
+        if on_units(a, b):
+            return product_on_units(a, b, dtype, bias=bias, short=short)
+        y = product_in_bfloat16(a, b, dtype)
+    y = _by_definition(a, b, dtype) if y is None else y
     return y if bias is None else y + bias.to(dtype)
 
 

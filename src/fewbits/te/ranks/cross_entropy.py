@@ -86,7 +86,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss = loss.masked_fill(~counts, 0.0)
         size = counts.sum().clamp(min=1)
         ctx.shape, ctx.dtype = inp.shape, inp.dtype
-        if ctx.needs_input_grad[0]:
+        wants_gradient, *_ = ctx.needs_input_grad
+        if wants_gradient:
             share.div_(total[:, None])
             if smoothing:
                 share.sub_(smoothing / (V * ranks))
