@@ -34,6 +34,7 @@ _PLACES: dict[str, Sequence[str]] = {
         "attention.inference",
     ),
     "pytorch.attention.dot_product_attention": ("attention.dot_product",),
+    "pytorch.attention.dot_product_attention.context_parallel": ("context.shares",),
     "pytorch.attention.inference": ("attention.inference",),
     "pytorch.attention.multi_head_attention": ("attention.multi_head_attention",),
     "pytorch.attention.rope": ("attention.rope",),

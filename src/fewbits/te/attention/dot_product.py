@@ -27,6 +27,7 @@ from fewbits.te.attention.masks import (
     relative_positions,
     visibility,
 )
+from fewbits.te.attention.over_ranks import by_ring, check_call, context_group, exchanges, shares_of_call
 from fewbits.te.attention.rounded import Rounding, rounding
 from fewbits.te.layers.module import Module, refuse
 from fewbits.te.layers.recompute import checkpoint
@@ -63,7 +64,8 @@ class DotProductAttention(Module):
         softmax_type: "vanilla", "off-by-one" (a score of 0 beside the others) or "learnable" (one a head).
         return_max_logit: return the largest score of each head too.
         tp_size: ranks that share the heads.
-        cp_group: context parallelism; more than one rank is refused.
+        cp_group: the ranks that share each sequence, see `fewbits.te.context.shares` for who has what.
+        cp_comm_type: "p2p", keys and values go round a ring, or "a2a", ranks exchange rows for heads.
 
     The other arguments choose among Transformer Engine's kernels; they are taken and change nothing.
     """
@@ -126,17 +128,12 @@ class DotProductAttention(Module):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
-        """Accepted for a group of one rank.
+        """Which ranks share each sequence from now on, and how; None: each rank has whole sequences.
 
         Raises:
-            Unsupported: more ranks.
+            Unsupported: two levels of ranks, or a ``cp_comm_type`` other than "p2p" and "a2a".
         """
-        groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
-        refuse(
-            any(g is not None and group_size(g) > 1 for g in groups),
-            "context parallelism",
-            "give each rank whole sequences",
-        )
+        self.context = context_group(cp_group, cp_comm_type)
 
     def forward(
         self,
@@ -177,7 +174,8 @@ class DotProductAttention(Module):
         Args:
             query_layer: (s, b, h, d), (b, s, h, d) or (t, h, d), by the format; keys and values likewise.
             attention_mask: boolean, True where hidden; see `fewbits.te.attention.masks.hidden`.
-            cu_seqlens_q: (b + 1,) cumulative lengths; keys' likewise.
+            cu_seqlens_q: (b + 1,) cumulative lengths (of all ranks' tokens under context parallelism);
+                keys' likewise.
             cu_seqlens_q_padded: (b + 1,) where packed sequences begin, if there is padding between them.
             core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
             core_attention_bias: broadcasts to (b, h, s_q, s_kv).
@@ -224,12 +222,53 @@ class DotProductAttention(Module):
         rounded = rounding(self, self.numerics(), q.device)
         call = _Call(see, bias_type, words.core_attention_bias, words.alibi_slopes, rounded)
         run = self._packed if layout.startswith("thd") else self._batched
+        if self.context is not None:
+            run = self._over_ranks
         arguments = (q, k, v, layout, words.attention_mask, lengths, call)
         if words.checkpoint_core_attention and torch.is_grad_enabled():
             y, largest = checkpoint(run, *arguments)
         else:
             y, largest = run(*arguments)
         return (y, largest) if self.return_max_logit else y
+
+    def _over_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any, lengths: tuple[Any, ...], call: _Call
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of sequences that several ranks share: this rank's rows."""
+        context, see = self.context, call.see
+        assert context is not None
+        extras = {
+            "a bias of scores": call.bias_type != "no_bias",
+            "softmax_type": self.softmax_offset is not None,
+            "return_max_logit": bool(self.return_max_logit),
+            "FP8 attention": call.rounding is not None,
+            "an attention mask": mask is not None,
+        }
+        drops = self.training and self.attention_dropout > 0.0
+        check_call(context, see, extras, {"attention_dropout": drops})
+        is_packed, is_sbhd = layout.startswith("thd"), layout.startswith("sbhd")
+        if is_packed:
+            heads_first = [t.transpose(0, 1)[None] for t in (q, k, v)]
+        else:
+            heads_first = [t.permute(1, 2, 0, 3) if is_sbhd else t.transpose(1, 2) for t in (q, k, v)]
+        q, k, v = heads_first
+        rows, ranks = (q.shape[2], k.shape[2]), group_size(context.group)
+        shares = shares_of_call(rows, lengths if is_packed else None, ranks, see.is_causal)
+        if context.kind == "p2p":
+            y = by_ring((q, k, v), shares, context, see.is_causal, self.softmax_scale)
+        else:
+            before, after = exchanges(shares, rows, context)
+            q, k, v = before(q, k, v)
+            if is_packed:
+                q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+                flat, _ = self._packed(q, k, v, layout, None, lengths, call)
+                y = after(flat.view(*q.shape[:2], -1).transpose(0, 1)[None])
+            else:
+                y = after(self._attend(q, k, v, None, call)[0])
+        if is_packed:
+            return y[0].transpose(0, 1).flatten(1), None
+        y = y.permute(2, 0, 1, 3) if is_sbhd else y.transpose(1, 2)
+        return y.flatten(2), None
 
     def _batched(
         self, q: Tensor, k: Tensor, v: Tensor, layout: str, mask: Any, lengths: tuple[Any, ...], call: _Call

@@ -289,6 +289,10 @@ class MultiheadAttention(nn.Module):
             of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
             starts = None if cache is None else cache.get_seqlens_pre_step()
             words: dict[str, Any] = {"start_positions": starts, "interleaved": self.rotary_pos_interleaved}
+            context = self.core_attention.context
+            if context is not None:
+                words["cp_size"] = group_size(context.group)
+                words["cp_rank"] = torch.distributed.get_rank(context.group)
             q = apply_rotary_pos_emb(q, of_q, self.qkv_format, cu_seqlens=bounds[0], **words)
             k = apply_rotary_pos_emb(k, of_k, self.qkv_format, cu_seqlens=bounds[1], **words)
         if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
