@@ -18,6 +18,7 @@ from fewbits.kernels.codec.float8_operands import (
     amax_ref,
     block_multipliers,
     block_multipliers_ref,
+    column_sums_ref,
     multiplier_and_scale,
     multiplier_of_amax,
     one_multiplier,
@@ -105,8 +106,9 @@ def test_block_multipliers_one_block_at_a_time(tile: bool, power_of_two: bool) -
 def test_the_ops_are_the_definition() -> None:
     x, multiplier = torch.randn(20, 36), torch.tensor([0.7])
     rows, columns, largest = torch.empty(20, 36).to(E4), torch.empty(36, 20).to(E4), torch.zeros(1)
-    nothing = torch.empty(0, 0)
-    module._one(x, multiplier, rows, columns, largest)
+    nothing, sums = torch.empty(0, 0), torch.empty(36)
+    module._one(x, multiplier, rows, columns, largest, sums)
+    assert torch.equal(sums, column_sums_ref(x))
     assert same(rows, one_multiplier_ref(x, multiplier, E4)) and same(columns, rows.t())
     assert largest == amax_ref(x)
     largest.zero_()
@@ -116,13 +118,13 @@ def test_the_ops_are_the_definition() -> None:
     module._one_scale(largest, E4, False, 0.0, *pair)
     assert pair[0] == multiplier_of_amax(largest, 448.0, power_of_two=False) and pair[1] == 1 / pair[0]
     arguments = BlockArguments(
-        x, False, True, 0.0, nothing.to(E4), nothing, torch.empty(36, 20).to(E4), torch.empty(36, 1)
+        x, False, True, 0.0, nothing.to(E4), nothing, torch.empty(36, 20).to(E4), torch.empty(36, 1), sums
     )
     module._blocks(*arguments)
     need = block_multipliers_ref(x.t().contiguous(), E4, tile=False, power_of_two=True, epsilon=0.0)
     assert same(arguments.columns, need[0]) and same(arguments.column_scales, need[1])
     tests = ("test_faketensor",)
-    torch.library.opcheck(module._one, (x, multiplier, rows, columns, largest), test_utils=tests)
+    torch.library.opcheck(module._one, (x, multiplier, rows, columns, largest, sums), test_utils=tests)
     torch.library.opcheck(module._amax, (x, largest), test_utils=tests)
     torch.library.opcheck(module._one_scale, (largest, E4, False, 0.0, *pair), test_utils=tests)
     torch.library.opcheck(module._blocks, tuple(arguments), test_utils=tests)
@@ -197,10 +199,14 @@ def test_cuda_operands_and_the_compiler() -> None:
     def both(x: Tensor) -> tuple[Tensor, ...]:
         largest = torch.zeros(1, device="cuda")
         record_amax(x, largest)
-        rows, columns = one_multiplier(x, multiplier, E4, rows=True, columns=True)
-        blocks, _ = block_multipliers(x, E4, rows=True, columns=False, tile=False, power_of_two=True)
+        sums = torch.empty(2, 384, device="cuda")
+        rows, columns = one_multiplier(x, multiplier, E4, rows=True, columns=True, sums=sums[0])
+        blocks, _ = block_multipliers(
+            x, E4, rows=True, columns=False, tile=False, power_of_two=True, sums=sums[1]
+        )
+        assert_sums(x, sums[0]) if not torch.compiler.is_compiling() else None
         assert rows is not None and columns is not None and blocks is not None
-        return rows, columns, largest, *blocks
+        return rows, columns, largest, sums, *blocks
 
     for a, b in zip(torch.compile(both, fullgraph=True)(x), both(x), strict=True):
         assert same(a, b)
@@ -210,6 +216,14 @@ def test_cuda_operands_and_the_compiler() -> None:
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
+
+
+def assert_sums(x: Tensor, sums: Tensor) -> None:
+    """Sums of columns in another order: each addition of float32 errs by 2**-24 of the sum of magnitudes."""
+    need, room = x.double().sum(0), x.double().abs().sum(0) * 2.0**-24 * 32
+    finite = need.isfinite()
+    assert (((sums.double() - need).abs() <= room) | ~finite).all()
+    assert torch.equal(sums.isfinite(), finite)
 
 
 def run_source(libraries: Path, call: by_hand.Call, x: Tensor) -> None:
@@ -237,8 +251,9 @@ def check_source(libraries: Path, case: tuple, way: str, device: str) -> None:
     assert by_hand.fits(x, *codes)
     if way == "one":
         multiplier, largest = torch.full((1,), 3.7, device=device), torch.zeros(1, device=device)
-        results = by_hand.Results(codes[0], None, codes[1], None)
-        run_source(libraries, by_hand.call_of_one(x, multiplier, results, largest), x)
+        results, sums = by_hand.Results(codes[0], None, codes[1], None), by_hand.sums_of_tiles(x)
+        run_source(libraries, by_hand.call_of_one(x, multiplier, results, largest, sums), x)
+        assert_sums(x, sums.sum(0))
         assert same(largest, amax_ref(x))
         need = one_multiplier_ref(x, multiplier, dtype)
         for have, expected, wanted in zip(codes, (need, need.t()), wants, strict=True):
@@ -253,8 +268,11 @@ def check_source(libraries: Path, case: tuple, way: str, device: str) -> None:
             empty = torch.full(shape, -1.0, device=device)
             scales.append(empty if tile else empty.t())
         results = by_hand.Results(codes[0], scales[0], codes[1], scales[1])
-        call = by_hand.call_of_blocks(x, results, tile=tile, power_of_two=power_of_two, epsilon=0.0)
-        run_source(libraries, call, x)
+        words = {"tile": tile, "power_of_two": power_of_two, "epsilon": 0.0}
+        sums = by_hand.sums_of_tiles(x) if power_of_two else None
+        run_source(libraries, by_hand.call_of_blocks(x, results, sums=sums, **words), x)
+        if sums is not None:
+            assert_sums(x, sums.sum(0))
         for have, scale, matrix, wanted in zip(codes, scales, (x, x.t()), wants, strict=True):
             need = block_multipliers_ref(
                 matrix.contiguous(), dtype, tile=tile, power_of_two=power_of_two, epsilon=0.0

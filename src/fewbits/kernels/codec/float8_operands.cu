@@ -9,9 +9,10 @@
 // 2. Magnitudes are compared two at a time, as the bits of the values without their signs, whose order is that of the numbers and has
 //    NaN above all. The 16 threads of eight rows halve what they compare at each step.
 // 3. Multipliers, which take a division each, are computed by one thread each and go round by shared memory.
+// 4. Sums of columns (a bias's gradient) cost a second reading of x elsewhere; here 64 additions a thread. Each tile writes its own.
 //
 // Compiled at run time with these macros: WAY 0 (multipliers of 1 x 128 values), 1 (of 128 x 128), 2 (one, given); ROWS, COLUMNS,
-// RECORD 0 or 1: what is wanted; POWER_OF_TWO; E5M2, else E4M3; FLOAT16, else bfloat16.
+// RECORD, SUMS 0 or 1: what is wanted; POWER_OF_TWO; E5M2, else E4M3; FLOAT16, else bfloat16.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -32,6 +33,7 @@ struct Arguments {
     u8 *columns;              // (K, M)
     float *column_scales;     // (ceil(M / 128), K), or of tiles (ceil(K / 128), ceil(M / 128))
     int *largest;             // (1,) float32 that is not negative: RECORD
+    float *sums;              // (ceil(M / 128), K), of each tile's rows: SUMS
     int M, K, pitch;
     float epsilon, overflow;
 };
@@ -91,6 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) float8_tile(const Argum
     const int first_row = row_tile * SIDE, first_column = column_tile * SIDE;
     const int row = first_row + thread / 16 * 8, column = first_column + group * 8;
     const bool has_columns = column < p.K;
+#if SUMS
+    __shared__ float of_warps[WARPS][SIDE];
+#endif
     u32 w[8][4];
 #pragma unroll
     for (int r = 0; r < 8; r++) {
@@ -98,6 +103,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) float8_tile(const Argum
         if (has_columns && row + r < p.M) v = load_once(p.x + ((i64)(row + r) * p.pitch + column) * 2);
         w[r][0] = v.x, w[r][1] = v.y, w[r][2] = v.z, w[r][3] = v.w;
     }
+
+#if SUMS
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < 8; r++) sum += value_of(w[r][k / 2], k % 2);
+        sum += __uint_as_float(__shfl_xor_sync(0xffffffffu, __float_as_uint(sum), 16));
+        if (lane < 16) of_warps[warp][group * 8 + k] = sum;
+    }
+#endif
 
     // The largest magnitudes.
 #if WAY == 0 && ROWS
@@ -142,8 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) float8_tile(const Argum
 #endif
 
     // Their multipliers.
-#if WAY != 2 || RECORD
+#if WAY != 2 || RECORD || SUMS
     __syncthreads();
+#endif
+#if SUMS
+    if (thread < SIDE && first_column + thread < p.K) {
+        float sum = of_warps[0][thread];
+#pragma unroll
+        for (int i = 1; i < WARPS; i++) sum += of_warps[i][thread];
+        p.sums[(i64)row_tile * p.K + first_column + thread] = sum;
+    }
 #endif
 #if WAY == 0
     {

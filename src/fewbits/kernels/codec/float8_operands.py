@@ -89,6 +89,11 @@ def one_multiplier_ref(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Ten
     return to_float8(x.float() * multiplier, dtype)
 
 
+def column_sums_ref(x: Tensor) -> Tensor:
+    """Sums (K,) of the columns of x (M, K), in float32: a bias's gradient."""
+    return x.sum(0, dtype=torch.float32)
+
+
 def block_multipliers_ref(
     x: Tensor, dtype: torch.dtype, *, tile: bool, power_of_two: bool, epsilon: float
 ) -> tuple[Tensor, Tensor]:
@@ -153,8 +158,16 @@ def _cuda_one_scale(
         _write_multiplier(amax, dtype, power_of_two, epsilon, multiplier, scale)
 
 
-def _write_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
+def _write_sums(sums: Tensor, x: Tensor) -> None:
+    if sums.numel():
+        sums.copy_(column_sums_ref(x))
+
+
+def _write_one(
+    x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor, sums: Tensor
+) -> None:
     _raise_to(largest, x)
+    _write_sums(sums, x)
     codes = one_multiplier_ref(x, multiplier, rows.dtype)
     if rows.numel():
         rows.copy_(codes)
@@ -162,20 +175,28 @@ def _write_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, lar
         columns.copy_(codes.t())
 
 
-@torch.library.custom_op("fewbits::float8_one_multiplier", mutates_args=("rows", "columns", "largest"))
-def _one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
-    _write_one(x, multiplier, rows, columns, largest)
+@torch.library.custom_op(
+    "fewbits::float8_one_multiplier", mutates_args=("rows", "columns", "largest", "sums")
+)
+def _one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor, sums: Tensor) -> None:
+    _write_one(x, multiplier, rows, columns, largest, sums)
 
 
 @_one.register_kernel("cuda")
-def _cuda_one(x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor) -> None:
+def _cuda_one(
+    x: Tensor, multiplier: Tensor, rows: Tensor, columns: Tensor, largest: Tensor, sums: Tensor
+) -> None:
     if by_hand.fits(x, rows, columns) and by_hand.is_here(x.device):
         results = by_hand.Results(rows, None, columns, None)
-        by_hand.launch(by_hand.call_of_one(x, multiplier, results, largest), x)
+        tiles = by_hand.sums_of_tiles(x) if sums.numel() else None
+        by_hand.launch(by_hand.call_of_one(x, multiplier, results, largest, tiles), x)
+        if tiles is not None:
+            torch.sum(tiles, 0, out=sums)
     elif x.numel() and has_kernel(x):
         launch_one(x, multiplier, rows, columns, largest)
+        _write_sums(sums, x)
     else:
-        _write_one(x, multiplier, rows, columns, largest)
+        _write_one(x, multiplier, rows, columns, largest, sums)
 
 
 class BlockArguments(NamedTuple):
@@ -189,9 +210,11 @@ class BlockArguments(NamedTuple):
     row_scales: Tensor
     columns: Tensor  # (K, M), or of no values
     column_scales: Tensor
+    sums: Tensor  # (K,), of columns; or of no values
 
 
 def _write_blocks(o: BlockArguments) -> None:
+    _write_sums(o.sums, o.x)
     sides = ((o.x, o.rows, o.row_scales), (o.x.t().contiguous(), o.columns, o.column_scales))
     for matrix, codes, scales in sides:
         if codes.numel():
@@ -203,7 +226,8 @@ def _write_blocks(o: BlockArguments) -> None:
 
 
 @torch.library.custom_op(
-    "fewbits::float8_block_multipliers", mutates_args=("rows", "row_scales", "columns", "column_scales")
+    "fewbits::float8_block_multipliers",
+    mutates_args=("rows", "row_scales", "columns", "column_scales", "sums"),
 )
 @one_by_one
 def _blocks(o: BlockArguments) -> None:
@@ -213,12 +237,16 @@ def _blocks(o: BlockArguments) -> None:
 def _cuda_blocks(o: BlockArguments) -> None:
     if by_hand.fits(o.x, o.rows, o.columns) and by_hand.is_here(o.x.device):
         results = by_hand.Results(o.rows, o.row_scales, o.columns, o.column_scales)
+        tiles = by_hand.sums_of_tiles(o.x) if o.sums.numel() else None
         call = by_hand.call_of_blocks(
-            o.x, results, tile=o.tile, power_of_two=o.power_of_two, epsilon=o.epsilon
+            o.x, results, tile=o.tile, power_of_two=o.power_of_two, epsilon=o.epsilon, sums=tiles
         )
         by_hand.launch(call, o.x)
+        if tiles is not None:
+            torch.sum(tiles, 0, out=o.sums)
     elif o.x.numel() and has_kernel(o.x):
-        launch_blocks(*o)
+        launch_blocks(*o[:-1])
+        _write_sums(o.sums, o.x)
     else:
         _write_blocks(o)
 
@@ -278,6 +306,7 @@ def one_multiplier(
     rows: bool,
     columns: bool,
     largest: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Codes of x and of its transpose under one multiplier.
 
@@ -288,6 +317,7 @@ def one_multiplier(
         rows: whether codes (M, K) are wanted.
         columns: whether codes (K, M) are.
         largest: one float32, raised to the largest magnitude of x on the way; None records nothing.
+        sums: (K,) float32, filled with the sums of x's columns on the way; None sums nothing.
 
     Returns:
         The two, or None for what is not wanted; on a GPU both are contiguous.
@@ -296,12 +326,14 @@ def one_multiplier(
     if x.device.type == "cpu":  # whose products take a transpose as it is
         if largest is not None:
             record_amax(x, largest)
+        if sums is not None:
+            _write_sums(sums, x)
         codes = one_multiplier_ref(x, multiplier, dtype)
         return codes if rows else None, codes.t() if columns else None
     M, K = x.shape
     by_row, by_column = _codes(x, (M, K), dtype, rows), _codes(x, (K, M), dtype, columns)
-    record = largest if largest is not None else multiplier.new_empty(0)
-    (_cuda_one if passes_dispatcher(x) else _one)(x, multiplier, by_row, by_column, record)
+    record, of_columns = (t if t is not None else multiplier.new_empty(0) for t in (largest, sums))
+    (_cuda_one if passes_dispatcher(x) else _one)(x, multiplier, by_row, by_column, record, of_columns)
     return by_row if rows else None, by_column if columns else None
 
 
@@ -314,6 +346,7 @@ def block_multipliers(
     tile: bool,
     power_of_two: bool,
     epsilon: float = 0.0,
+    sums: Tensor | None = None,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """Codes and scales of x, and of its transpose, by blocks of 128.
 
@@ -325,6 +358,7 @@ def block_multipliers(
         tile: blocks are of 128 x 128.
         power_of_two: multipliers are rounded down to one.
         epsilon: amaxes are at least this.
+        sums: (K,) float32, filled with the sums of x's columns on the way; None sums nothing.
 
     Returns:
         Codes (M, K), contiguous, and scales (M, ceil(K / 128)), each column contiguous, or of tiles
@@ -340,7 +374,8 @@ def block_multipliers(
         shape = ((tall, wide) if tile else (wide, tall)) if is_asked_for else (0, 0)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
         sides.append((codes, scales if tile else scales.t()))
-    arguments = BlockArguments(x, tile, power_of_two, epsilon, *sides[0], *sides[1])
+    of_columns = torch.empty(0, dtype=torch.float32, device=x.device) if sums is None else sums
+    arguments = BlockArguments(x, tile, power_of_two, epsilon, *sides[0], *sides[1], of_columns)
     if x.device.type == "cpu":
         _write_blocks(arguments)
     else:

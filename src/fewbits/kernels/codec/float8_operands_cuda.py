@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.grid import programs
-from fewbits.kernels.launch.jit import capability_of, on_device_of
+from fewbits.kernels.launch.jit import capability_of, cdiv, on_device_of
 
 SOURCE = "codec/float8_operands.cu"
 THREADS = 256
@@ -28,7 +28,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "multiplier", "rows", "row_scales")),
-        *((name, ctypes.c_void_p) for name in ("columns", "column_scales", "largest")),
+        *((name, ctypes.c_void_p) for name in ("columns", "column_scales", "largest", "sums")),
         *((name, ctypes.c_int) for name in ("M", "K", "pitch")),
         *((name, ctypes.c_float) for name in ("epsilon", "overflow")),
     ]
@@ -71,31 +71,46 @@ def is_here(device: torch.device) -> bool:
     return capability_of(device) >= (8, 9) and nvrtc.missing() is None
 
 
-def call_of_blocks(x: Tensor, results: Results, *, tile: bool, power_of_two: bool, epsilon: float) -> Call:
-    """The call of `block_multipliers` for what `fits` has passed."""
+def sums_of_tiles(x: Tensor) -> Tensor:
+    """Where a call leaves the sums of each tile's columns: (ceil(M / 128), K) float32 for x (M, K)."""
+    return torch.empty(cdiv(x.shape[0], _SIDE), x.shape[1], dtype=torch.float32, device=x.device)
+
+
+def call_of_blocks(
+    x: Tensor,
+    results: Results,
+    *,
+    tile: bool,
+    power_of_two: bool,
+    epsilon: float,
+    sums: Tensor | None = None,
+) -> Call:
+    """The call of `block_multipliers` for what `fits` has passed; ``sums`` is of `sums_of_tiles`."""
     defines = {"WAY": _TILE if tile else _VALUES, "POWER_OF_TWO": power_of_two, "RECORD": False}
-    return _call(x, results, defines, None, None, epsilon)
+    return _call(x, results, defines, (None, None, sums), epsilon)
 
 
-def call_of_one(x: Tensor, multiplier: Tensor, results: Results, largest: Tensor) -> Call:
+def call_of_one(
+    x: Tensor, multiplier: Tensor, results: Results, largest: Tensor, sums: Tensor | None = None
+) -> Call:
     """The call of `one_multiplier` for what `fits` has passed; ``largest`` of no values records nothing."""
     record = largest if largest.numel() else None
     defines = {"WAY": _ONE, "POWER_OF_TWO": False, "RECORD": record is not None}
-    return _call(x, results, defines, multiplier, record, 0.0)
+    return _call(x, results, defines, (multiplier, record, sums), 0.0)
 
 
 def _call(
     x: Tensor,
     results: Results,
     defines: dict[str, int],
-    multiplier: Tensor | None,
-    largest: Tensor | None,
+    others: tuple[Tensor | None, Tensor | None, Tensor | None],
     epsilon: float,
 ) -> Call:
-    M, K = x.shape
+    (M, K), (multiplier, largest, sums) = x.shape, others
+    defines = {**defines, "SUMS": sums is not None}
     wants = {"ROWS": results.rows.numel() > 0, "COLUMNS": results.columns.numel() > 0}
     kinds = {"E5M2": results.rows.dtype == torch.float8_e5m2, "FLOAT16": x.dtype == torch.float16}
-    tensors = (x, multiplier, *results, largest)
+    tensors = (x, multiplier, *results, largest, sums)
     argument = Arguments(
         *(None if t is None else t.data_ptr() for t in tensors),
         *(M, K, x.stride(0), epsilon, torch.finfo(x.dtype).max),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Packed
+from fewbits.kernels.codec.float8_operands import column_sums_ref
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
 from fewbits.te.products.emulated import product_in_bfloat16
@@ -232,15 +233,19 @@ def _backward(
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx (M, K), dw (N, K) and db (N,) of dy (M, N), what was kept, and the types of weight and bias."""
-    wants_dx, wants_dw, _ = wants
+    wants_dx, wants_dw, wants_db = wants
     of_x, of_w = operands
-    quantizer = None if plan.override else plan.gradient
-    g = (quantizer or _IDENTITY).operand(dy, rows=wants_dx, columns=wants_dw)
+    quantizer = (None if plan.override else plan.gradient) or _IDENTITY
+    sums = None
+    if wants_db and (wants_dx or wants_dw):
+        g, sums = quantizer.operand_and_sums(dy, rows=wants_dx, columns=wants_dw)
+    else:
+        g = quantizer.operand(dy, rows=wants_dx, columns=wants_dw)
     dx = None
     if wants_dx and g.rows is not None:
         dx = product(g.rows, _multiplied(plan, of_w, dy.dtype), dy.dtype, short=plan.short[1])
     x_KM = _multiplied(plan, of_x, dy.dtype) if wants_dw else None
-    dw, db = _weight_gradients(plan, g, x_KM, dy, wants[1:], dtypes)
+    dw, db = _weight_gradients(plan, g, x_KM, dy if sums is None else sums, wants[1:], dtypes)
     if plan.after_backward is not None:
         plan.after_backward()
     return dx, dw, db
@@ -254,10 +259,13 @@ def _weight_gradients(
     wants: tuple[bool, bool],
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, Tensor | None]:
+    """dw (N, K) and db (N,) of dy (M, N), or of its sums (N,), or None for what is kept or put off."""
     (wants_dw, wants_db), (weight_dtype, bias_dtype) = wants, dtypes
 
     def of_bias() -> Tensor | None:
-        return dy.sum(0, dtype=torch.float32).to(bias_dtype) if wants_db else None
+        if not wants_db:
+            return None
+        return (column_sums_ref(dy) if dy.dim() == 2 else dy).to(bias_dtype)
 
     def compute() -> tuple[Tensor, Tensor | None]:
         assert g.columns is not None and weight_dtype is not None

@@ -21,6 +21,7 @@ from fewbits.formats.float8 import Float8
 from fewbits.kernels.codec.float8_operands import (
     amax_of,
     block_multipliers,
+    column_sums_ref,
     multiplier_and_scale,
     one_multiplier,
     record_amax,
@@ -71,6 +72,13 @@ class Quantizer:
             f"{type(self).__name__} cannot be used in a product: a quantiser of one's own defines "
             "operand(x, rows=..., columns=...), which returns a fewbits.te.tensors.operand.Operand."
         )
+
+    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
+        """The operands of x (M, K), and the sums (K,) of its columns in float32: a bias's gradient.
+
+        Quantisers by kernels sum on the way, in another order.
+        """
+        return self.operand(x_MK, rows=rows, columns=columns), column_sums_ref(x_MK)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Which operands `quantize` makes; None leaves a choice as it is."""
@@ -146,9 +154,10 @@ def _per_tensor(
     rows: bool,
     columns: bool,
     largest: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> Operand:
     multiplier, scales = pair
-    codes = one_multiplier(x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest)
+    codes = one_multiplier(x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest, sums=sums)
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
     shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
     by_row, by_column = (
@@ -156,6 +165,10 @@ def _per_tensor(
         for c, shape in zip(codes, shapes, strict=True)
     )
     return Operand(by_row, by_column)
+
+
+def _room_for_sums(x_MK: Tensor) -> Tensor:
+    return torch.empty(x_MK.shape[1], dtype=torch.float32, device=x_MK.device)
 
 
 class Float8Quantizer(Quantizer):
@@ -186,9 +199,17 @@ class Float8Quantizer(Quantizer):
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes under the state's scale; the amax is recorded."""
+        return self._operand(x_MK, rows, columns, None)
+
+    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
+        """See `Quantizer.operand_and_sums`."""
+        sums = _room_for_sums(x_MK)
+        return self._operand(x_MK, rows, columns, sums), sums
+
+    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
         multiplier = self.scale.detach().reshape(1)
         pair = (multiplier, (1.0 / multiplier).reshape(1))
-        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), rows, columns, self.amax.detach())
+        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), rows, columns, self.amax.detach(), sums)
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
@@ -219,6 +240,14 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes under the scale that brings the amax to the largest code."""
+        return self._operand(x_MK, rows, columns, None)
+
+    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
+        """See `Quantizer.operand_and_sums`."""
+        sums = _room_for_sums(x_MK)
+        return self._operand(x_MK, rows, columns, sums), sums
+
+    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
         amax = amax_of(x_MK)
         if self.with_amax_reduction:
             amax = largest_of_group(amax, self.amax_reduction_group)
@@ -226,7 +255,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         multiplier, scale = multiplier_and_scale(
             amax, dtype, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon
         )
-        return _per_tensor(x_MK, (multiplier, scale), dtype, rows, columns)
+        return _per_tensor(x_MK, (multiplier, scale), dtype, rows, columns, sums=sums)
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -251,6 +280,14 @@ class Float8BlockQuantizer(Quantizer):
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes by blocks; the last block of a row or column may be short."""
+        return self._operand(x_MK, rows, columns, None)
+
+    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
+        """See `Quantizer.operand_and_sums`."""
+        sums = _room_for_sums(x_MK)
+        return self._operand(x_MK, rows, columns, sums), sums
+
+    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
         dtype, tile = float8_dtype(self.dtype), self.block_scaling_dim != 1
         sides = block_multipliers(
             x_MK,
@@ -260,6 +297,7 @@ class Float8BlockQuantizer(Quantizer):
             tile=tile,
             power_of_two=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
+            sums=sums,
         )
         block = (128, 128) if tile else (1, 128)
         name = f"float8_{KIND[dtype]}_{block[0]}x{block[1]}"
