@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fewbits.te as te
+from fewbits.te.active.delayed import DelayedState, advance_together
 from fewbits.te.active.numerics import current
 from fewbits.te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.te import reference
@@ -70,6 +71,29 @@ def test_histories_and_scales(algorithm: str, margin: int, length: int) -> None:
         for state, index, column in ((forward, 0, x_column), (forward, 1, w_column), (backward, 0, g_column)):
             assert state.scale[index].item() == column.scale
             assert state.amax_history[:, index].tolist() == column.history
+
+
+def test_states_that_advance_together_are_those_that_advance_alone() -> None:
+    """Of two recipes and both passes, with columns that were not written, in any order."""
+    recipes = [
+        DelayedScaling(amax_history_len=n, amax_compute_algo=a) for n, a in ((4, "max"), (3, "most_recent"))
+    ]
+    pair: list[list[DelayedState]] = [[], []]
+    for count, (recipe, forward) in enumerate(
+        ((recipes[0], True), (recipes[1], True)) * 2 + ((recipes[0], False),)
+    ):
+        for states in pair:
+            states.append(DelayedState(recipe, count + 1, forward=forward, device="cpu"))
+    for _ in range(6):
+        for alone, together in zip(*pair, strict=True):
+            row = torch.randn_like(alone.scale).abs() * (torch.rand_like(alone.scale) < 0.7)
+            alone.amax_history[0], together.amax_history[0] = row, row
+        for state in pair[0]:
+            state.advance()
+        advance_together(pair[1])
+    for alone, together in zip(*pair, strict=True):
+        assert torch.equal(alone.scale, together.scale)
+        assert torch.equal(alone.amax_history, together.amax_history)
 
 
 def test_functions_of_the_user_choose_amax_and_scale() -> None:

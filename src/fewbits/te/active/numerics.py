@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fewbits.te.active.delayed import DelayedState
+from fewbits.te.active.delayed import DelayedState, advance_together
 from fewbits.te.recipe import Recipe
 from fewbits.te.support import check_recipe_support, get_default_recipe
 
@@ -50,8 +50,7 @@ class Region:
 
     def advance(self, states: dict[int, DelayedState]) -> None:
         """New scales from the amaxes of this step; the histories move on by one."""
-        for state in states.values():
-            state.advance()
+        advance_together(states.values())
 
 
 class Tape:
