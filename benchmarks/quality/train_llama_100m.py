@@ -8,12 +8,7 @@ is trained on it first. The model sees it about ten times, so it is a small mode
 one. tiny_shakespeare.txt is left out: it is the text that `same_learning.py` fine-tunes on. The weights
 are not kept in the repository; this file makes them again.
 
-For caches of keys and values (`long_cache_quality.py`), a model with heads of 128 that has learnt to copy
-over 4,096 tokens, about a minute and a half (rows that repeat a stretch of tokens teach the copying; they
-take a share of each batch):
-
-    python benchmarks/quality/train_llama_100m.py --data ../shared/data --out /tmp/llama100m_long \
-        --length 4096 --head-size 128 --batch 4 --lr 1e-3 --repeats 0.25 --held-out 0.05 --fuse --seconds 60
+For caches of keys and values there is a model of this shape with longer contexts: `train_long_llama.py`.
 
 What FP8 does to a training from the start: no recipe, `--recipe float8_full` and `--recipe float8_full_head`
 see the same windows in the same order and are evaluated in bfloat16.
@@ -35,18 +30,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 VOCAB = 8192
+LENGTH = 512  # of a window
+HELD_OUT = 0.02  # of the windows
 SHAPE = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 QUERIES = 3  # heads of queries that share one of keys; of the tiny model 2
 SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
-def documents(data: Path) -> list[str]:
-    """The texts, each a document."""
-    wiki = (data / "text/wikitext2_raw_test.txt").read_text(encoding="utf-8")
-    stories = (data / "text/tinystories_val.txt").read_text(encoding="utf-8")
-    found = ["\n".join(lines) for lines in pieces(wiki.split("\n"), 20)]
-    found += ["\n".join(lines) for lines in pieces(stories.split("\n"), 20)]
+def documents(data: Path, *, wiki: bool = True) -> list[str]:
+    """The texts, each a document; with ``wiki`` the pieces of Wikipedia too."""
+    found = []
+    for name in ("wikitext2_raw_test.txt", "tinystories_val.txt")[0 if wiki else 1 :]:
+        lines = (data / "text" / name).read_text(encoding="utf-8").split("\n")
+        found += ["\n".join(piece) for piece in pieces(lines, 20)]
     for row in rows(data / "instruct/dolly_train.jsonl"):
         found.append("\n".join(row[k] for k in ("context", "instruction", "response") if row.get(k)))
     for row in rows(data / "instruct/oasst_chat.jsonl"):
@@ -80,6 +77,11 @@ def make_tokenizer(texts: list[str], vocab: int, length: int) -> PreTrainedToken
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer_of(tokenizer, length)
+
+
+def tokenizer_of(tokenizer: Tokenizer, length: int) -> PreTrainedTokenizerFast:
+    """As transformers has it."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -95,19 +97,6 @@ def windows_of(texts: list[str], tokenizer: PreTrainedTokenizerFast, seed: int, 
     encoded = tokenizer([texts[i] for i in order], add_special_tokens=False)["input_ids"]
     stream = torch.tensor([token for ids in encoded for token in [tokenizer.bos_token_id, *ids]])
     return stream[: len(stream) // length * length].view(-1, length)
-
-
-def repeating(count: int, length: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Rows (count, length) of random tokens, each of which says one stretch again and again.
-
-    Stretches of 32 tokens and of up to half a row, so that what is to be copied may stand far back.
-    """
-    rows = []
-    for _ in range(count):
-        longest = int(torch.randint(5, length.bit_length() - 1, (1,), generator=generator))
-        stretch = torch.randint(len(SPECIAL), vocab, (2**longest,), generator=generator)
-        rows.append(stretch.repeat(length // len(stretch) + 1)[:length])
-    return torch.stack(rows)
 
 
 @torch.no_grad()
@@ -164,12 +153,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=8e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--length", type=int, default=512, help="of a window")
-    parser.add_argument("--head-size", type=int, help="64 without; 16 in a trial")
-    parser.add_argument("--repeats", type=float, default=0.0, help="share of rows that say a stretch again")
-    parser.add_argument("--held-out", type=float, default=0.02, help="share of the windows")
-    parser.add_argument("--seconds", type=float, help="end the schedule after so many, in place of --steps")
-    parser.add_argument("--fuse", action="store_true", help="train through fewbits' fused layers, unrounded")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--recipe", help="a recipe of full fine-tuning, such as float8_full_head")
     parser.add_argument("--tiny", action="store_true", help="a trial of this script")
@@ -179,25 +162,24 @@ def main() -> None:
     texts = documents(args.data)
     if args.tiny:
         texts = texts[:200]
-    length, shape = args.length, TINY if args.tiny else SHAPE
-    tokenizer = make_tokenizer(texts, 512 if args.tiny else VOCAB, length)
-    windows = windows_of(texts, tokenizer, args.seed, length).to(args.device)
-    cut = max(int(len(windows) * args.held_out), 1)
+    shape = TINY if args.tiny else SHAPE
+    tokenizer = make_tokenizer(texts, 512 if args.tiny else VOCAB, LENGTH)
+    windows = windows_of(texts, tokenizer, args.seed, LENGTH).to(args.device)
+    cut = max(int(len(windows) * HELD_OUT), 1)
     held_out, windows = windows[:cut], windows[cut:]
     print(f"{windows.numel()} tokens to train on after {time.perf_counter() - began:.0f} s", flush=True)
 
     torch.manual_seed(args.seed)
     config = LlamaConfig(
-        **shape, **heads(shape, args.head_size or (16 if args.tiny else 64)),
-        vocab_size=len(tokenizer), max_position_embeddings=length,
+        **shape, **heads(shape, 16 if args.tiny else 64),
+        vocab_size=len(tokenizer), max_position_embeddings=LENGTH,
         tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=False, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").to(
         args.device
     )
-    fused = bool(args.recipe or args.fuse)
-    if fused:
+    if args.recipe:
         put_in(model, args.recipe)
     parameters = sum(p.numel() for p in model.parameters())
     wide = [p for p in model.parameters() if p.dim() > 1]
@@ -206,7 +188,7 @@ def main() -> None:
         [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}],
         lr=args.lr, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    steps, since = args.steps, began
+    steps = args.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda i: min(
@@ -214,38 +196,27 @@ def main() -> None:
         ),
     )
     generator = torch.Generator().manual_seed(args.seed)
-    repeated = round(args.repeats * args.batch)
     model.train()
-    for step, order in enumerate(orders(len(windows), args.batch - repeated, generator)):
-        ids = windows[order.to(args.device)]
-        if repeated:
-            more = repeating(repeated, length, len(tokenizer), generator).to(args.device)
-            ids = torch.cat([ids, more])
-        loss = loss_of(model, ids)
+    for step, order in enumerate(orders(len(windows), args.batch, generator)):
+        loss = loss_of(model, windows[order.to(args.device)])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if step in (5, 25):
-            float(loss.detach())  # the device has done all of it
-            now = time.perf_counter()
-            if step == 25 and args.seconds:
-                steps = step + int((args.seconds - (now - began)) * 20 / (now - since))
-            since = now
         if step % 50 == 0:
             now = time.perf_counter() - began
             print(f"step {step}: loss {float(loss.detach()):.3f}, {now:.0f} s", flush=True)
         if step + 1 >= steps:
             break
-    if fused:
+    if args.recipe:
         take_out(model, args.recipe)
     held = evaluate(model, held_out, args.batch)
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     torch.save(held_out.cpu(), args.out / "held_out.pt")
     print(
-        f"{parameters / 1e6:.1f}M parameters, {step + 1} steps of {args.batch * length} tokens: evaluation "
+        f"{parameters / 1e6:.1f}M parameters, {step + 1} steps of {args.batch * LENGTH} tokens: evaluation "
         f"loss {held:.3f} nats per token on {held_out.numel()} held-out tokens; "
         f"{time.perf_counter() - began:.0f} s in all"
     )
