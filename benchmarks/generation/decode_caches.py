@@ -139,7 +139,9 @@ def step(model: Any, batch: int, kind: str | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", nargs="?", choices=("attention", "step"))
-    part = parser.parse_args().part
+    parser.add_argument("--batches", default="1,4,16,64", help="of the step")
+    options = parser.parse_args()
+    part = options.part
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     if part != "step":
         for batch, contexts in CONTEXTS.items():
@@ -150,7 +152,7 @@ def main() -> None:
     if part != "attention":
         model = random_model(shape_of("llama-3.1-8b").config(), torch.device("cuda"), torch.bfloat16).eval()
         fewbits.convert(model, "qlora_nf4")
-        for batch in CONTEXTS:
+        for batch in map(int, options.batches.split(",")):
             for kind in (None, "int8", "int4"):
                 step(model, batch, kind)
                 gc.collect()

@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from fewbits.training.ahead.warming import warm
     from fewbits.training.calibration.qat import convert_qat, prepare_qat
     from fewbits.training.config import TrainConfig
+    from fewbits.training.ranks.shared_model import load_shared_model
     from fewbits.training.run import train
 
 __version__ = "0.1.0"
 
 # Where each public name is defined. By task:
 #   load, adapt, undo      FastLanguageModel, get_peft_model, load_adapter, convert, fuse, explain, restore
+#   over several GPUs      load_shared_model
 #   train from settings    TrainConfig, train; on the command line ``fewbits init`` and ``fewbits train``
 #   generate               ``model.generate``, generate, stream, generate_many, answer_file, choose_cache
 #   choose formats         Recipe, Rule, LoRA, QAT, get_recipe, get_format, CATALOG, FORMATS
@@ -73,6 +75,7 @@ _HOMES = {
     "restore": "fewbits.models.loading.in_memory",
     "get_peft_model": "fewbits.models.adapting.adapters",
     "load_adapter": "fewbits.models.adapting.adapters",
+    "load_shared_model": "fewbits.training.ranks.shared_model",
     "lora_config": "fewbits.models.adapting.adapters",
     "FastLanguageModel": "fewbits.models.fast",
     "FastModel": "fewbits.front.unsloth",
@@ -157,6 +160,7 @@ __all__ = [
     "get_recipe",
     "is_bfloat16_supported",
     "load_adapter",
+    "load_shared_model",
     "lora_config",
     "prepare_qat",
     "register",

@@ -24,7 +24,7 @@ from tests.models.tiny import tiny, tokens
 
 pytestmark = pytest.mark.gpu
 
-KINDS = [None, "int8", {"name": "int4", "newest": 5}, "int8/int4", "fp8"]
+KINDS = [None, "int8", {"name": "int4", "newest": 5}]
 OF_KERNELS: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, "hidden_size": 128}
 NEAR = 0.15  # standard deviations of a place's logits that rounding to 16 bits explains
 
@@ -55,12 +55,11 @@ def test_batches_that_live_over_few_bits(kind: Any, recipe: str | None) -> None:
     model = model_of("llama", **OF_KERNELS).cuda()
     if recipe:
         fewbits.convert(model, recipe)
-    words = {"max_new_tokens": 30, "do_sample": False} | ({} if kind is None else {"kv_cache": kind})
-    for slots in (3, 9):
-        texts, report = texts_of(model, rows(), words, slots)
-        assert report.way == "kernels", report.reason
-        for text in texts:
-            assert furthest_behind(model, text.row, text.tokens, kind) < NEAR
+    words = {"max_new_tokens": 14, "do_sample": False} | ({} if kind is None else {"kv_cache": kind})
+    texts, report = texts_of(model, rows(6), words, 3)
+    assert report.way == "kernels", report.reason
+    for text in texts:
+        assert furthest_behind(model, text.row, text.tokens, kind) < NEAR
 
 
 @pytest.mark.parametrize("kind", [None, "int8"])
@@ -68,8 +67,8 @@ def test_batches_that_live_with_adapters_by_row(kind: Any) -> None:
     """Each text is its own adapter's, whatever stands beside it."""
     model = adapted(**OF_KERNELS).cuda()
     base = model.get_base_model()
-    words = {"max_new_tokens": 20, "do_sample": False} | ({} if kind is None else {"kv_cache": kind})
-    texts, report = texts_of(model, named(), words, 6)
+    words = {"max_new_tokens": 12, "do_sample": False} | ({} if kind is None else {"kv_cache": kind})
+    texts, report = texts_of(model, named(), words, 4)
     assert report.way == "kernels", report.reason
     for text, name in zip(texts, NAMES, strict=True):
         with model.disable_adapter() if name == "__base__" else torch.no_grad():

@@ -47,16 +47,16 @@ from fewbits.models.generation.products import products_in_16_bits
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, left_padding, read_prompt
 from fewbits.models.generation.prompt_graph import PromptGraphs
 from fewbits.models.generation.speculation import (
-    MOST_GUESSES,
     ROUNDING,
-    USUAL_DRAFT,
     Draft,
     Lookup,
     Speculation,
     SpeculativeTokens,
+    most_guesses,
     together_with,
 )
 from fewbits.models.generation.step import DecodeStep, why_not
+from fewbits.models.generation.step_ranks import check_same_call, ranks_of
 from fewbits.models.generation.tokens import RefuseNotFinite, guarded, tokens_of
 from fewbits.models.packing.cache_choice import cache_of_call
 
@@ -204,12 +204,16 @@ def _decode(
     choose = (logits_processor, stopping_criteria, generation_config, streamer)
     embedded = keywords.get("inputs_embeds")
     read = input_ids if embedded is None else embedded[..., 0]  # its shape and device
-    most = _most_guesses(generation_config, draft) if embedded is None else 0
+    most = most_guesses(generation_config, draft) if embedded is None else 0
     end = generation_config.max_length + (1 + most if most else 0) + read.shape[1] - input_ids.shape[1]
+    group = ranks_of(model)
     with alone(state) as is_alone, ExitStack() as held:
         try:
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
+            if group is not None:
+                how_long = (generation_config.max_length, bool(generation_config.do_sample), most)
+                check_same_call(group, read.device, input_ids, embedded, mask, *how_long)
             padding = left_padding(read, mask)
             check_keywords(model, read, padding, keywords)
             before = 0 if own_cache is None else length_of(own_cache, read, padding, end)
@@ -264,16 +268,6 @@ def _read(
         how.restore()
         how = replace(how, restore=remember(how.cache))
     return read_prompt(model, read, mask, padding, how), how
-
-
-def _most_guesses(generation_config: Any, draft: Any) -> int:
-    """How many tokens are guessed at most; 0 if nobody guesses."""
-    if generation_config.return_dict_in_generate:
-        return 0  # every token's scores are wanted
-    if draft is None:
-        return min(generation_config.prompt_lookup_num_tokens or 0, MOST_GUESSES)
-    said = draft.generation_config.num_assistant_tokens
-    return min(said or USUAL_DRAFT, MOST_GUESSES)
 
 
 def _speculation(

@@ -63,7 +63,12 @@ def _listeners(module: Any) -> list[Any]:
 def is_spread(model: Any) -> bool:
     """Whether its weights are spread over several processes."""
     shared = any(vars(module).get("tensor_group") is not None for module in all_modules(model))
-    return shared or any(hasattr(parameter, "placements") for parameter in model.parameters())
+    return shared or is_sharded(model)
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether no process has a whole weight of its layers' part (FSDP2)."""
+    return any(hasattr(parameter, "placements") for parameter in model.parameters())
 
 
 def _asks_for_gradients(hook: Any) -> bool:

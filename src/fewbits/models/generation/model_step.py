@@ -35,8 +35,8 @@ from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.module_products import ModuleProducts
 from fewbits.models.generation.products import products_in_16_bits
-from fewbits.models.generation.step import rope_kind
 from fewbits.models.generation.step_experts import experts_without_the_host
+from fewbits.models.generation.step_rotary import rope_kind
 from fewbits.nn.split_experts import SplitExperts
 
 _WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal.", "unique", "masked_select")
@@ -153,10 +153,11 @@ class ModelStep:
         graphs: recorded steps, by the number of texts.
         kv_cache: in which formats keys and values are kept; None: as the model computes them.
         packed: the layers that are, by number.
-        adapters: as a `DecodeStep` has them; here there are none.
+        adapters, ranks: as a `DecodeStep` has them; here there are none.
     """
 
     adapters: tuple[str, ...] = ()
+    ranks: None = None
 
     def __init__(
         self, model: Any, *, batch: int, room: int, like: Any, kv_cache: KVCache | None = None

@@ -32,7 +32,7 @@ from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.model_state import state_and_writes
 from fewbits.models.generation.model_step import CANNOT, casts_in_place, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
-from fewbits.models.generation.step import rope_kind
+from fewbits.models.generation.step_rotary import rope_kind
 from fewbits.nn.experts import QuantizedExperts
 from fewbits.recipes.stochastic_config import StochasticConfig
 

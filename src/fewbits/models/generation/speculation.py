@@ -98,6 +98,16 @@ class Speculation:
     together: DecodeStep
 
 
+def most_guesses(generation_config: Any, draft: Any) -> int:
+    """How many tokens are guessed at most; 0 if nobody guesses."""
+    if generation_config.return_dict_in_generate:
+        return 0  # every token's scores are wanted
+    if draft is None:
+        return min(generation_config.prompt_lookup_num_tokens or 0, MOST_GUESSES)
+    said = draft.generation_config.num_assistant_tokens
+    return min(said or USUAL_DRAFT, MOST_GUESSES)
+
+
 def together_with(
     model: nn.Module, step: DecodeStep, rows: int, cache: Any, mask: Tensor | None
 ) -> DecodeStep:
@@ -232,4 +242,7 @@ class SpeculativeTokens:
         input_ids = torch.cat([input_ids, new], dim=-1)
         if self.streamer is not None:
             self.streamer.put(new[0].cpu())
-        return input_ids, bool(self.criteria(input_ids, None).all())
+        ended = self.criteria(input_ids, None).all()
+        if self.step.ranks is not None:
+            ended = self.step.ranks.agree(ended.long())
+        return input_ids, bool(ended)

@@ -45,11 +45,13 @@ from fewbits.kernels.generation.packed_attention import PackedKeysValues
 from fewbits.kernels.launch import nvrtc
 from fewbits.models.generation.adapters_by_row import AdaptersByRow
 from fewbits.models.generation.branches import Reader, StepBranches, norm_of
-from fewbits.models.generation.model_state import is_spread
+from fewbits.models.generation.model_state import is_sharded
 from fewbits.models.generation.packed_keys import packed_layer
 from fewbits.models.generation.products import DecodedWeights
 from fewbits.models.generation.step_cache import StepCache
 from fewbits.models.generation.step_products import StepProducts, described
+from fewbits.models.generation.step_ranks import StepRanks, ranks_of
+from fewbits.models.generation.step_rotary import rope_kind, tables_of
 
 
 def why_not(model: Any) -> str:
@@ -68,8 +70,8 @@ def why_not(model: Any) -> str:
         return f"{spec.model_type} changes {' and '.join(changed_by(spec, config))}"
     if rope_kind(model) in ("dynamic", "longrope"):
         return f"the rotary embedding {rope_kind(model)!r} depends on the length"
-    if is_spread(model):
-        return "its weights are spread over several processes"
+    if is_sharded(model):
+        return "its weights are sharded over several processes"
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "the model is not on one GPU"
@@ -121,6 +123,7 @@ class DecodeStep:
         keys, values: of each layer (batch, kv_heads, room, head size); without tokens where packed ones are.
         packed: keys and values in few bits, by layer.
         beside: the step on whose keys and values this one works, or None.
+        ranks: those that share the model's layers, or None.
         launches: kernels of ours in a step.
     """
 
@@ -177,8 +180,12 @@ class DecodeStep:
         self.tokens, self.position, self.first = (torch.zeros(batch, **whole) for _ in range(3))
         self._graph: torch.cuda.CUDAGraph | None = None
         self._hidden = self._buffer(self._embedded().shape[-1], torch.float32)
+        group = ranks_of(model)
+        self.ranks = None if group is None else StepRanks(group, self._hidden)
+        if self.ranks is not None and self.ranks.direct is None:
+            self._early = False  # behind another library's kernels
         try:
-            self._cosines, self._sines = _rotary_tables(base, spec, room, self.dtype, self.device)
+            self._cosines, self._sines = tables_of(base, spec, room, self.dtype, self.device)
             layers = [model.get_submodule(name) for name in layer_names(model, spec)]
             self.cache = self._cache_of(layers)
             self.keys, self.values = map(self._own_rows, (self.cache.keys, self.cache.values))
@@ -304,7 +311,7 @@ class DecodeStep:
         assert facts is not None
         attention: Any = layer.get_submodule(facts.path)
         config, D = attention.config, attention.head_dim
-        kv_heads = config.num_key_value_heads
+        kv_heads = self._own_heads(config.num_key_value_heads)
         heads = kv_heads * attention.num_key_value_groups
         qkv, attended = (
             self._buffer((heads + 2 * kv_heads) * D, torch.float32),
@@ -320,7 +327,7 @@ class DecodeStep:
         output = Reader([self._adapters.part(layer, facts.output)])
         self._add_attention(number, qkv, attended, rules, output)
         inputs = self._mlp_inputs(layer)
-        self._add_product(attended, output, self._hidden, add=True, after=inputs)
+        self._add_to_stream(attended, output, inputs)
         self._add_mlp(layer, config, inputs, after)
 
     def _add_attention(
@@ -364,7 +371,8 @@ class DecodeStep:
             config = attention.config
             packed = self._kind_of(window_of(facts, config, attention)) is not None
             room = 0 if packed else self.room
-            shapes.append((self.batch, config.num_key_value_heads, room, attention.head_dim))
+            heads = self._own_heads(config.num_key_value_heads)
+            shapes.append((self.batch, heads, room, attention.head_dim))
         return StepCache(shapes, self.dtype, self.device)
 
     def _own_rows(self, whole: Sequence[Tensor]) -> list[Tensor]:
@@ -390,7 +398,7 @@ class DecodeStep:
         down = Reader([self._adapters.part(layer, mlp.output)])
         inner = self._buffer(inputs.parts[0].width, self.dtype)
         self._add_product(self._hidden, inputs, inner, activation=activation, after=down)
-        self._add_product(inner, down, self._hidden, add=True, after=after)
+        self._add_to_stream(inner, down, after)
 
     def _head_of(self, model: nn.Module) -> Reader:
         part = self._adapters.part(model, locate(model, self.spec, self.spec.head))
@@ -409,6 +417,18 @@ class DecodeStep:
             and self._one_call(reader, reader.padded + after.padded)
             and self._one_call(after, after.padded)
         )
+
+    def _own_heads(self, count: int) -> int:
+        """How many of so many heads are this rank's."""
+        return count if self.ranks is None else count // self.ranks.group.size
+
+    def _add_to_stream(self, x: Tensor, reader: Reader, after: Reader) -> None:
+        """What is added to the stream, by all ranks that share the layers; ``after`` reads it next."""
+        if self.ranks is None:
+            self._add_product(x, reader, self._hidden, add=True, after=after)
+            return
+        self._add_product(x, reader, self._hidden, add=self.ranks.goes_on)
+        self._calls.append(self.ranks.launch)
 
     def _add_product(
         self,
@@ -476,24 +496,3 @@ class DecodeStep:
 def _alike(weights: Sequence[Packed | Tensor]) -> bool:
     kinds = {w.format if isinstance(w, Packed) else w.dtype for w in weights}
     return len(kinds) == 1 and len(weights) <= 3
-
-
-def rope_kind(model: Any) -> str:
-    """The name of a model's rotary embedding; "default" if nothing is said."""
-    config = model.config.get_text_config()
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return str(scaling.get("rope_type", scaling.get("type", "default")))
-
-
-def _rotary_tables(
-    base: nn.Module, spec: ModelSpec, room: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (room, rotary) float32, rounded to ``dtype`` as the model's own are."""
-    path = spec.embed.rpartition(".")[0]
-    rotary = getattr(base.get_submodule(path), "rotary_emb", None)
-    if rotary is None:
-        raise SpecMismatch(f"{type(base).__name__} has no rotary embedding at {path}.rotary_emb.")
-    positions = torch.arange(room, device=device)[None]
-    with torch.no_grad():
-        cosines, sines = rotary(torch.zeros(1, dtype=dtype, device=device), positions)
-    return cosines[0].float().contiguous(), sines[0].float().contiguous()

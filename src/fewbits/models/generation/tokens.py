@@ -141,10 +141,14 @@ def tokens_of(
         chosen = _drawn(scores, trouble) if generation_config.do_sample else scores.argmax(-1)
         if ends and pad is not None:
             chosen = chosen * open_rows + pad.to(chosen.device) * (1 - open_rows)
+        if step.ranks is not None:
+            chosen = step.ranks.agree(chosen)
         input_ids = torch.cat([input_ids, chosen[:, None]], dim=-1)
         if streamer is not None:
             streamer.put(chosen.cpu())
         open_rows = open_rows & ~stopping_criteria(input_ids, None)
+        if step.ranks is not None and at_once:  # a clock tells each rank another time
+            open_rows = step.ranks.agree(open_rows)
         all_ended.append(open_rows.max() == 0)
         full = input_ids.shape[1] >= generation_config.max_length
         if full or len(all_ended) % look_every == 0:

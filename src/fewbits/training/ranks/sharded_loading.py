@@ -78,6 +78,7 @@ def load_sharded_model(
     mesh = data_mesh() if mesh is None else mesh
     device = mesh_device(mesh)
     source, model, receipt = open_empty(where, seed, device, recipe, lora, dtype)
+    check_trains(model, lora)
     if fused:
         receipt.notes.extend(str(fuse(model)).splitlines())
     float8 = options.pop("float8_all_gather", False)
@@ -153,14 +154,18 @@ def _empty_model(
     if recipe is not None:
         receipt = convert(model, recipe, loaded=loaded)
     if lora is None:
-        if any(isinstance(module, QuantizedLinear) for module in model.modules()):
-            raise Unsupported(
-                "packed weights cannot train, and there are no adapters; pass lora, or no recipe to train all"
-                " weights."
-            )
         return model.train(), receipt
     model.requires_grad_(False)
     return get_peft_model(model, lora).train(), receipt
+
+
+def check_trains(model: nn.Module, lora: LoRA | None) -> None:
+    """Raise `Unsupported` for a model to be trained in which nothing can be."""
+    if lora is None and any(isinstance(module, QuantizedLinear) for module in model.modules()):
+        raise Unsupported(
+            "packed weights cannot train, and there are no adapters; pass lora, or no recipe to train all"
+            " weights."
+        )
 
 
 def _make_room(model: nn.Module, device: torch.device) -> None:

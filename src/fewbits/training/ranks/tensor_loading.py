@@ -21,7 +21,7 @@ from fewbits.host.receipt import Receipt
 from fewbits.host.spec import layer_names, spec_for
 from fewbits.recipes import LoRA, Recipe
 from fewbits.training.ranks.fsdp import shard
-from fewbits.training.ranks.sharded_loading import fill, mesh_device, open_empty
+from fewbits.training.ranks.sharded_loading import check_trains, fill, mesh_device, open_empty
 from fewbits.training.ranks.tensor_parallel import tensor_parallel
 
 
@@ -48,13 +48,18 @@ def load_tensor_parallel_model(
         dtype: of what is not packed.
         seed: of adapters, and of random weights.
         fused: let the decoder compute as fused nodes.
-        options: of `fewbits.training.ranks.fsdp.shard`.
+        options: of `fewbits.training.ranks.fsdp.shard`; ``trains=False`` for a model that is not to be
+            trained: it is frozen, and packed weights need no adapters.
 
     Returns:
         The model and the receipt of all that was done.
     """
     device = mesh_device(tensor)
     source, model, receipt = open_empty(where, seed, device, recipe, lora, dtype)
+    if options.pop("trains", True):
+        check_trains(model, lora)
+    else:
+        model.eval().requires_grad_(False)
     if fused:
         receipt.notes.extend(str(fuse(model)).splitlines())
     spec = spec_for(model)

@@ -25,6 +25,7 @@ from fewbits.models.generation.live.step_slots import StepSlots
 from fewbits.models.generation.loop import Decoding, alone, decoding_of
 from fewbits.models.generation.packed_keys import packed_keywords, why_not_cache
 from fewbits.models.generation.step import why_not
+from fewbits.models.generation.step_ranks import ranks_of
 from fewbits.models.generation.tokens import RefuseNotFinite, refuse
 from fewbits.models.packing.cache_choice import chosen_cache
 
@@ -101,6 +102,8 @@ def answers(
             reason = other_way(base, keywords)
             if speculates(base, keywords):
                 reason = "guesses are for one text at a time"
+            if ranks_of(base) is not None:
+                reason = "ranks share the model's layers, and each would join texts at another time"
             if reason:
                 raise Unsupported(reason)
             around = _Around(settings, state, held, report, kind, adapters)

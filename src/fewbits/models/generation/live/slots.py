@@ -21,7 +21,7 @@ from fewbits.formats.kv_cache import KVCache
 from fewbits.models.generation.live.prompts import Read
 from fewbits.models.generation.live.row_adapters import RowAdapters
 from fewbits.models.generation.live.slot_layers import Now, PackedSlotLayer, SlotLayer
-from fewbits.models.generation.step import rope_kind
+from fewbits.models.generation.step_rotary import rope_kind
 from fewbits.models.packing.cache_choice import FULL, layer_kinds
 
 if TYPE_CHECKING:
