@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from fewbits.errors import Unsupported
 from fewbits.kernels.generation import rank_sum
 from fewbits.kernels.generation.rank_sum import RankSum, arguments_type, blocks_for, macros, rank_sum_ref
 from fewbits.kernels.launch import nvrtc
 from tests.kernels.emulated import COMPILER, build
+from tests.training.processes import run_ranks
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -48,5 +50,17 @@ def test_it_compiles(capability: int, early: bool) -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    with pytest.raises(Unsupported, match=r"not torch.float32 of \(1, 8\)"):
-        RankSum(torch.zeros(1, 8), None, 0, 2)
+    for x in (torch.zeros(1, 8).half(), torch.zeros(3, 3), torch.zeros(8, 2).t()):
+        with pytest.raises(Unsupported, match="ranks sum contiguous float32 of an even number, not"):
+            RankSum(x, None, 0, 2)
+
+
+def test_three_processes_have_the_definition() -> None:
+    xs = [torch.full((2, 4), 0.1 * 3**r) for r in range(3)]
+    assert all(torch.equal(x, rank_sum_ref(xs)) for x in run_ranks(summed, 3))
+
+
+def summed() -> torch.Tensor:
+    """What a rank has."""
+    rank = distributed.get_rank()
+    return rank_sum.rank_sum(torch.full((2, 4), 0.1 * 3**rank), distributed.group.WORLD, rank, 3)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from fewbits.errors import Unsupported
 from fewbits.kernels.launch import nvrtc
@@ -59,8 +59,13 @@ def blocks_for(pairs: int) -> int:
     return min(cdiv(pairs, _THREADS), _MOST_BLOCKS)
 
 
+def rank_sum(x: Tensor, group: Any, rank: int, ranks: int) -> Tensor:
+    """The sum of x (rows, width) over the ranks of a process group, in x's place; see `RankSum`."""
+    return RankSum(x, group, rank, ranks).launch()
+
+
 class RankSum:
-    """The launches of one tensor's sum over the ranks of a process group.
+    """The launches of one tensor's sum over the ranks of a process group; on a CPU the definition.
 
     Attributes:
         x: (rows, width) float32: what is summed, in its place.
@@ -70,7 +75,7 @@ class RankSum:
         """Make the inboxes; all ranks do so at the same time.
 
         Args:
-            x: (rows, width) float32 on this rank's GPU.
+            x: (rows, width) float32 on this rank's device.
             group: the process group.
             rank: this process's place in it.
             ranks: how many it has.
@@ -80,13 +85,16 @@ class RankSum:
         Raises:
             Unsupported: on this rank; others may have been luckier, so that all have to ask each other.
         """
-        if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() % 2 or not x.is_cuda:
+        if x.dtype != torch.float32 or not x.is_contiguous() or x.numel() % 2:
             raise Unsupported(
-                f"ranks sum contiguous float32 of an even number on GPUs, not {x.dtype} of {tuple(x.shape)}."
+                f"ranks sum contiguous float32 of an even number, not {x.dtype} of {tuple(x.shape)}."
             )
+        self.x, self._group, self._ranks = x, group, ranks
+        if not x.is_cuda:
+            return
         if not 2 <= ranks <= MOST_RANKS:
             raise Unsupported(f"the kernel sums over 2 to {MOST_RANKS} ranks, not {ranks}.")
-        self.x, self._early, self._macros = x, early, macros(ranks, early)
+        self._early, self._macros = early, macros(ranks, early)
         pairs = x.numel() // 2
         self._blocks = blocks_for(pairs)
         self._inbox, self._handle = _inboxes(2 * ranks * pairs * _LETTER, x.device, group)
@@ -96,7 +104,11 @@ class RankSum:
         self._argument = kind(x.data_ptr(), places, self._turns.data_ptr(), pairs, rank)
 
     def launch(self) -> Tensor:
-        """Run it on the current stream of x's device: x."""
+        """Run it on the current stream of x's device: x (rows, width)."""
+        if not self.x.is_cuda:
+            every = [torch.empty_like(self.x) for _ in range(self._ranks)]
+            distributed.all_gather(every, self.x, group=self._group)
+            return self.x.copy_(rank_sum_ref(every))
         with on_device_of(self.x):
             kernel = nvrtc.kernel(SOURCE, "rank_sum", self._macros, self.x.device.index, 0)
             nvrtc.launch(kernel, (self._blocks, 1, 1), _THREADS, 0, self._argument, early=self._early)

@@ -1,7 +1,7 @@
 """Ranks that share a model's layers (tensor parallelism), in a step of decoding.
 
 Each rank has its own heads, their keys and values, and its part of the MLP; embeddings, norms and the output
-head are whole. The residual stream is the same on all of them: the first rank adds its share of a product to
+head are whole. The residual stream are the same on all of them: the first rank adds its share of a product to
 it, the others leave theirs alone, and the sum of all is the new stream (`StepRanks`). On GPUs that reach each
 other's memory a kernel of ours sums (rank_sum.py), else the process group's own collective.
 
@@ -30,16 +30,16 @@ def ranks_of(model: nn.Module) -> TensorGroup | None:
     return next((group for group in groups if group is not None), None)
 
 
-def check_same_call(group: TensorGroup, device: torch.device, *given: Tensor | int | bool | None) -> None:
-    """Raise `BadInput` on all ranks unless ``given`` is the same on all of them.
+def check_same_call(group: TensorGroup, device: torch.device, *values: Tensor | int | bool | None) -> None:
+    """Raise `BadInput` on all ranks unless ``values`` are the same on all of them.
 
     Args:
         group: the ranks.
         device: where the model is.
-        given: what the call is about; tensors of any shape and dtype.
+        values: what the call is about; tensors of any shape and dtype.
     """
     digest = 0
-    for value in given:
+    for value in values:
         if isinstance(value, Tensor):
             shape = str((tuple(value.shape), value.dtype))
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -76,12 +76,10 @@ class StepRanks:
         self.group, self.goes_on, self._hidden = group, group.rank == 0, hidden
         self.direct: RankSum | None = None
         self.why_not_direct = ""
-        if not hidden.is_cuda:
-            self.why_not_direct = "the model is on the host"
-        elif len(hidden) > _MOST_ROWS:
+        if len(hidden) > _MOST_ROWS:
             self.why_not_direct = f"{len(hidden)} rows"
         else:
-            early = torch.cuda.get_device_capability(hidden.device) >= (9, 0)
+            early = hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) >= (9, 0)
             try:
                 self.direct = RankSum(hidden, group.process_group, group.rank, group.size, early=early)
             except Unsupported as error:
