@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.kernels.loss.cross_entropy_triton import Statistics, launch, launch_with_statistics
 from fewbits.kernels.loss.linear_cross_entropy_float8 import (
     head_operands,
     linear_cross_entropy_float8,
     logits_float8,
 )
 from fewbits.kernels.loss.linear_log_probs import linear_log_probs, linear_log_probs_ref, statistics_ref
-from fewbits.kernels.loss.log_probs_triton import launch_statistics
 
 M, K, V = 37, 24, 300
 
@@ -86,9 +86,14 @@ def test_the_kernel_is_the_definition(
     z[3] -= 5000.0
     labels = torch.tensor([z[0].argmax(), 3, 0, z[3].argmax(), -100, 11])
     found, need = torch.full((2, 6), 7.0, device=kernel_device), torch.full((2, 6), 9.0)
-    launch_statistics(z.to(kernel_device), labels.to(kernel_device), *found, -100, soft_cap)
+    places, options = labels.to(kernel_device), (0.0, 0.0, soft_cap)
+    logits, alone = (z.to(kernel_device, copy=True) for _ in range(2))
+    losses, losses_alone = torch.empty((2, 6), device=kernel_device)
+    launch_with_statistics(Statistics(*found), logits, places, None, losses, -100, options, True)
     statistics_ref(z, labels, *need, -100, soft_cap)
     torch.testing.assert_close(found.cpu(), need, rtol=1e-4, atol=1e-4)
+    launch(alone, places, None, losses_alone, -100, options, True)
+    assert torch.equal(losses, losses_alone) and torch.equal(logits, alone)
 
 
 def test_a_head_that_trains_is_refused() -> None:

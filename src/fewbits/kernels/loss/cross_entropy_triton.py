@@ -1,8 +1,9 @@
-"""The Triton kernel of linear_cross_entropy.py, which has the formulas, and its launch.
+"""The Triton kernel of linear_cross_entropy.py and linear_log_probs.py, which have the formulas; its launch.
 
 One program takes one row and passes over it twice: once for log-sum-exp, the sum and the label's logit, once
 to overwrite each logit with its gradient. The second pass finds a row of at most 512 KiB in the L2 cache.
 
+For linear_log_probs.py the first pass adds up the entropy as well, and finds the first of the largest logits.
 For linear_cross_entropy_float8.py the second pass writes the gradient in 8 bits as well, or instead: the
 first pass knows what the gradient will not exceed.
 """
@@ -10,7 +11,7 @@ first pass knows what the gradient will not exceed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,23 @@ def _write_zeros(z_ptr, V, BLOCK_V: tl.constexpr):
 
 
 @jit
+def _write_nothing(
+    z_ptr, q_ptr, scale_ptr, own_ptr, entropy_ptr, top_ptr, V, STATISTICS: tl.constexpr, DENSE: tl.constexpr,
+    LARGEST: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Gradient and statistics of a row that does not count."""
+    if STATISTICS:
+        tl.store(entropy_ptr, 0.0)
+        tl.store(top_ptr, 0.0)
+    if DENSE:
+        _write_zeros(z_ptr, V, BLOCK_V)
+    if LARGEST:
+        _write_zeros(q_ptr, V, BLOCK_V)
+        tl.store(scale_ptr, 0.0)
+        tl.store(own_ptr, 0.0)
+
+
+@jit
 def _largest_of_others(largest, picked, lse, V, label_smoothing, z_loss):
     """What no gradient of a row exceeds, the label's aside; from the row's largest logit and the label's."""
     p = tl.minimum(tl.exp(largest - lse), 1 - tl.exp(picked - lse))
@@ -89,14 +107,16 @@ def _label_gradient(picked, lse, V, label_smoothing, z_loss, soft_cap, SOFT_CAP:
 
 @jit
 def _cross_entropy_kernel(
-    z_ptr, labels_ptr, dloss_ptr, loss_ptr, q_ptr, scale_ptr, own_ptr, V, stride_z, stride_q, ignore_index,
-    label_smoothing, z_loss, soft_cap, SMOOTH: tl.constexpr, SOFT_CAP: tl.constexpr, SCALED: tl.constexpr,
-    DENSE: tl.constexpr, LARGEST: tl.constexpr, CUT: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, labels_ptr, dloss_ptr, loss_ptr, entropy_ptr, top_ptr, q_ptr, scale_ptr, own_ptr, V, stride_z,
+    stride_q, ignore_index, label_smoothing, z_loss, soft_cap, SMOOTH: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SCALED: tl.constexpr, STATISTICS: tl.constexpr, DENSE: tl.constexpr, LARGEST: tl.constexpr,
+    CUT: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The loss of row ``program_id(0)`` of z, whose rows are stride_z apart, and its gradient.
 
-    DENSE: over z. LARGEST, of the 8-bit type or 0: in q under a scale, the label's apart in own_ptr. CUT: see
-    `to_float8`.
+    STATISTICS: its entropy too, and whether its label is the first of the largest logits. DENSE: the
+    gradient over z. LARGEST, of the 8-bit type or 0: in q under a scale, the label's apart in own_ptr. CUT:
+    see `to_float8`.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * stride_z
@@ -104,28 +124,38 @@ def _cross_entropy_kernel(
     label = tl.load(labels_ptr + row)
     if label == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        if DENSE:
-            _write_zeros(z_ptr, V, BLOCK_V)
-        if LARGEST:
-            _write_zeros(q_ptr, V, BLOCK_V)
-            tl.store(scale_ptr + row, 0.0)
-            tl.store(own_ptr + row, 0.0)
+        _write_nothing(
+            z_ptr, q_ptr, scale_ptr + row, own_ptr + row, entropy_ptr + row, top_ptr + row, V, STATISTICS,
+            DENSE, LARGEST, BLOCK_V,
+        )  # fmt: skip
     else:
         is_token = (label >= 0) & (label < V)
         picked = capped_logits(z_ptr, label, is_token, soft_cap, SOFT_CAP)  # before anyone writes over it
         largest = -3.0e38  # finite: a block that is all -inf must not give inf - inf
         exp_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
         plain_sums = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        weighted = tl.zeros((BLOCK_V,), dtype=tl.float32)
+        before = tl.full((BLOCK_V,), -float("inf"), dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
             offs = start + tl.arange(0, BLOCK_V)
             mask = offs < V
             z = capped_logits(z_ptr, offs, mask, soft_cap, SOFT_CAP)
             new = tl.maximum(largest, tl.max(z, 0))
-            exp_sums = exp_sums * tl.exp(largest - new) + tl.exp(z - new)
+            e, rescale = tl.exp(z - new), tl.exp(largest - new)
+            if STATISTICS:
+                weighted = (weighted + (largest - new) * exp_sums) * rescale
+                weighted += tl.where(e > 0, e * (z - new), 0.0)
+                before = tl.maximum(before, tl.where(offs < label, z, -float("inf")))
+            exp_sums = exp_sums * rescale + e
             largest = new
             if SMOOTH:
                 plain_sums += tl.where(mask, z, 0.0)
-        lse = largest + tl.log(tl.sum(exp_sums, 0))
+        total = tl.sum(exp_sums, 0)
+        lse = largest + tl.log(total)
+        if STATISTICS:
+            tl.store(entropy_ptr + row, tl.log(total) - tl.sum(weighted, 0) / total)
+            is_first = (picked >= largest) & (picked > tl.max(before, 0))
+            tl.store(top_ptr + row, tl.where(is_first, 1.0, 0.0))
         loss = lse - (1 - label_smoothing) * picked + z_loss * lse * lse
         if SMOOTH:
             loss -= label_smoothing * (tl.sum(plain_sums, 0) / V)
@@ -164,6 +194,26 @@ class Gradient8(NamedTuple):
     own: Tensor
 
 
+class Statistics(NamedTuple):
+    """Of each row, (M,) float32: its entropy, and 1 where its label is the first of the largest logits."""
+
+    entropy: Tensor
+    top: Tensor
+
+
+class _Given(NamedTuple):
+    """What a launch takes, as `launch` says."""
+
+    z: Tensor
+    labels: Tensor
+    dloss: Tensor | None
+    loss: Tensor
+    ignore_index: int
+    options: tuple[float, float, float]
+    dense: bool
+    gradient8: Gradient8 | None = None
+
+
 def launch(
     z: Tensor,
     labels: Tensor,
@@ -178,30 +228,41 @@ def launch(
 
     z (M, V) has contiguous rows; labels int64, dloss and loss (M,) float32, all contiguous.
     """
-    M, V = z.shape
+    _launch(_Given(z, labels, dloss, loss, ignore_index, options, dense, gradient8))
+
+
+def launch_with_statistics(statistics: Statistics, *arguments: Any) -> None:
+    """`launch` with its ``arguments``; what it finds of each row besides goes to ``statistics``."""
+    _launch(_Given(*arguments), statistics)
+
+
+def _launch(o: _Given, statistics: Statistics | None = None) -> None:
+    M, V = o.z.shape
     if M == 0:
         return
-    label_smoothing, z_loss, soft_cap = options
+    label_smoothing, z_loss, soft_cap = o.options
     block = min(max(next_power_of_2(V), 128), MOST_BLOCK)
-    q, scale, own = (loss, loss, loss) if gradient8 is None else gradient8
-    with on_device_of(z):
+    q, scale, own = (o.loss, o.loss, o.loss) if o.gradient8 is None else o.gradient8
+    entropy, top = (o.loss, o.loss) if statistics is None else statistics
+    with on_device_of(o.z):
         _cross_entropy_kernel[(M,)](
-            z, labels, loss if dloss is None else dloss, loss, q, scale, own, V, z.stride(0),
-            V if gradient8 is None else q.stride(0), ignore_index, float(label_smoothing), float(z_loss),
-            float(soft_cap), SMOOTH=label_smoothing != 0, SOFT_CAP=soft_cap != 0, SCALED=dloss is not None,
-            DENSE=dense, LARGEST=0 if gradient8 is None else int(torch.finfo(q.dtype).max),
-            CUT=not z.is_cuda, BLOCK_V=block, num_warps=min(max(block // 512, 1), 16),
+            o.z, o.labels, o.loss if o.dloss is None else o.dloss, o.loss, entropy, top, q, scale, own, V,
+            o.z.stride(0), V if o.gradient8 is None else q.stride(0), o.ignore_index, float(label_smoothing),
+            float(z_loss), float(soft_cap), SMOOTH=label_smoothing != 0, SOFT_CAP=soft_cap != 0,
+            SCALED=o.dloss is not None, STATISTICS=statistics is not None, DENSE=o.dense,
+            LARGEST=0 if o.gradient8 is None else int(torch.finfo(q.dtype).max),
+            CUT=not o.z.is_cuda, BLOCK_V=block, num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
 
 
 _SIGNATURE = {"z_ptr": "*bf16", "labels_ptr": "*i64", "dloss_ptr": "*fp32", "loss_ptr": "*fp32"}
-_SIGNATURE |= dict.fromkeys(("q_ptr", "scale_ptr", "own_ptr"), "*fp32")
+_SIGNATURE |= dict.fromkeys(("entropy_ptr", "top_ptr", "q_ptr", "scale_ptr", "own_ptr"), "*fp32")
 _SIGNATURE |= dict.fromkeys(("V", "stride_z", "stride_q", "ignore_index"), "i32")
 _SIGNATURE |= dict.fromkeys(("label_smoothing", "z_loss", "soft_cap"), "fp32")
-_CONSTANTS = ("SMOOTH", "SOFT_CAP", "SCALED", "DENSE", "LARGEST", "CUT", "BLOCK_V")
+_CONSTANTS = ("SMOOTH", "SOFT_CAP", "SCALED", "STATISTICS", "DENSE", "LARGEST", "CUT", "BLOCK_V")
 _SIGNATURE |= dict.fromkeys(_CONSTANTS, "constexpr")
 _ALIGNED = (*(name for name in _SIGNATURE if name.endswith("_ptr")), "V", "stride_z", "stride_q")
-_PLAIN = dict(zip(_CONSTANTS, (False, False, False, True, 0, False, MOST_BLOCK), strict=True))
+_PLAIN = dict(zip(_CONSTANTS, (False, False, False, False, True, 0, False, MOST_BLOCK), strict=True))
 _ALL = {**_PLAIN, "SMOOTH": True, "SOFT_CAP": True, "SCALED": True}
 _E4M3 = {**_SIGNATURE, "q_ptr": "*fp8e4nv"}
 
@@ -217,10 +278,14 @@ def _case(
 COMPILE_CASES = (
     _case(_SIGNATURE, _PLAIN, _ALIGNED),
     _case(_SIGNATURE, {**_PLAIN, "DENSE": False}, _ALIGNED),
+    _case(_SIGNATURE, {**_PLAIN, "STATISTICS": True}, _ALIGNED),
+    _case(_SIGNATURE, {**_PLAIN, "STATISTICS": True, "SOFT_CAP": True, "DENSE": False}, ()),
+    _case({**_SIGNATURE, "z_ptr": "*fp32"}, {**_PLAIN, "STATISTICS": True, "SOFT_CAP": True}, _ALIGNED),
     _case(_SIGNATURE, _ALL, ()),
     _case({**_SIGNATURE, "z_ptr": "*fp32"}, {**_ALL, "BLOCK_V": 128}, _ALIGNED),
     _case({**_SIGNATURE, "z_ptr": "*fp16"}, _PLAIN, _ALIGNED),
     _case(_E4M3, {**_PLAIN, "DENSE": False, "LARGEST": 448}, _ALIGNED),
+    _case(_E4M3, {**_PLAIN, "DENSE": False, "LARGEST": 448, "STATISTICS": True}, _ALIGNED),
     _case(_E4M3, {**_ALL, "LARGEST": 448}, _ALIGNED),
     _case({**_E4M3, "q_ptr": "*fp8e5"}, {**_PLAIN, "DENSE": False, "LARGEST": 57344}, _ALIGNED),
 )

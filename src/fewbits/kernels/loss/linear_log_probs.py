@@ -13,16 +13,15 @@ with g and q (M,) the gradients of log_prob and entropy, ds/dz = 1 - (s / c)^2. 
 give zeros.
 
 The chunks, the pass that gives losses and gradients and their rounding are linear_cross_entropy.py's; before
-that pass overwrites a chunk of logits, another reads it once for entropy and top 1. So dh is there when the
+it overwrites a chunk of logits, it has read it for entropy and top 1. So dh is there when the
 forward pass ends, and the backward pass multiplies its rows by g: two products in all, where recomputing the
 logits in the backward pass takes three. Only a gradient of the entropy (a bonus for it) computes them again.
 
 With the operands of a head in 8 bits both products are those of linear_cross_entropy_float8.py.
 
-Bytes: a chunk's logits once more, M * V * itemsize in all; 2.1 GB at 8192 x 128256 in bfloat16, about 0.6 ms
-at the rate of a copy on an H200.
+Bytes: those of linear_cross_entropy.py; entropy and top 1 come out of the reading that finds the log-sum-exp.
 
-Only first derivatives. The kernel is in log_probs_triton.py.
+Only first derivatives. The kernel is in cross_entropy_triton.py.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.kernels.launch.matrix import rows_of
-from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, launch
+from fewbits.kernels.loss.cross_entropy_triton import KERNEL_DTYPES, Statistics, launch_with_statistics
 from fewbits.kernels.loss.linear_cross_entropy import chunked, rows_ref
 from fewbits.kernels.loss.linear_cross_entropy_float8 import CHUNK_BYTES as FLOAT8_CHUNK_BYTES
 from fewbits.kernels.loss.linear_cross_entropy_float8 import HeadOperands, chunked_float8, logits_float8
-from fewbits.kernels.loss.log_probs_triton import launch_statistics
 from fewbits.kernels.loss.rows_and_labels import CHUNK_BYTES, LossTensors, check_labels, default_chunk_rows
 from fewbits.kernels.product.matmul_packed import product_dtype
 
@@ -114,7 +112,6 @@ class _LogProbs(torch.autograd.Function):
         use_kernel = hidden.is_cuda and hidden.dtype in KERNEL_DTYPES
         if not hidden.is_cuda:
             check_labels(labels, weight.shape[0], ignore_index)
-        over_rows, statistics = (launch, launch_statistics) if use_kernel else (rows_ref, statistics_ref)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         entropy, top = hidden.new_empty((2, len(hidden)), dtype=dtype)
         done = 0
@@ -122,8 +119,11 @@ class _LogProbs(torch.autograd.Function):
         def both(z: Tensor, part: Tensor, *rest: Any) -> None:
             nonlocal done
             at = slice(done, done + len(z))
-            statistics(z, part, entropy[at], top[at], ignore_index, soft_cap)
-            over_rows(z, part, *rest)
+            if use_kernel:
+                launch_with_statistics(Statistics(entropy[at], top[at]), z, part, *rest)
+            else:
+                statistics_ref(z, part, entropy[at], top[at], ignore_index, soft_cap)
+                rows_ref(z, part, *rest)
             done += len(z)
 
         needs_dh, *_ = ctx.needs_input_grad
