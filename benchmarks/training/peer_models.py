@@ -3,7 +3,8 @@
 `make_folder` writes what is loaded, `import_first` what a library wants first, `base` loads, `load` adds the
 adapters or says how a trainer is to, `same_beginnings` gives all adapters the same first values. WHO is
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``packed`` (from a packed folder), ``plain``
-(transformers + PEFT + bitsandbytes), ``float32`` (the same, all that is computed in float32) or ``unsloth``.
+(transformers + PEFT + bitsandbytes), ``float32`` (the same in float32, products in TF32, whose operands have
+three more bits than bfloat16's) or ``unsloth``.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def base(who: str, folder: str, length: int) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
     dtype = torch.bfloat16 if CUDA and who == "plain" else torch.float32
+    if who == "float32":
+        torch.set_float32_matmul_precision("high")
     packed = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -7,11 +7,11 @@ WHAT_WHO. WHAT: ``sft`` (4 rows of 2,048 tokens of the Llama-3.1-8B shape, SFTCo
 model was told to recompute nothing), ``dpo`` (4 pairs of at most 1,024 tokens) and ``grpo`` (8 prompts, 8
 answers each of 128 tokens) of the Qwen3-1.7B shape; ``dpo8`` and ``grpo8`` of the 8B shape. WHO:
 ``fewbits`` (NF4), ``fp8`` (NF4, products and head in FP8), ``plain`` (transformers + PEFT + bitsandbytes,
-TRL's own dtypes), ``float32`` (the same, all computed in float32: what the losses of the others should be),
-``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape
-with one save in the middle, and the same model's bare step in a plain loop afterwards; these load a packed
-folder. ``load_fewbits``, ``load_packed``, ``load_plain`` and ``load_unsloth``: the 8B shape from the bfloat16
-folder, or from one that is packed in NF4, onto the GPU, twice; a step is the second time.
+TRL's own dtypes), ``float32`` (the same in float32, products in TF32: what the losses of the others should
+be), ``unsloth``. ``train_nf4`` and ``train_fp8``: `fewbits train`, 200 steps of the 8B shape, ``--rows`` rows
+each, with one save in the middle, and the same model's bare step in a plain loop afterwards; these load a
+packed folder. ``load_fewbits``, ``load_packed``, ``load_plain`` and ``load_unsloth``: the 8B shape from the
+bfloat16 folder, or from one that is packed in NF4, onto the GPU, twice; a step is the second time.
 
 The others load one bfloat16 folder of random weights (below ``--folder``, made by the first call) in NF4,
 nothing is recomputed, and adapters of rank 16 on seven projections begin with the same values; for DPO B is
@@ -35,7 +35,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.training.peer_models import (
     CUDA,
-    TARGETS,
     base,
     import_first,
     load,
@@ -52,6 +50,7 @@ from benchmarks.training.peer_models import (
     same_beginnings,
     shape_name,
 )
+from benchmarks.training.train_beside_bare import train_and_bare
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TOLD = "told: "
@@ -278,56 +277,6 @@ def load_stage(who: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def train_stage(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """`fewbits train`, told as soon as it has ended, then the bare step of such a model."""
-    from benchmarks.training.trl_trainers import bare, sustained
-
-    from fewbits import FastLanguageModel, TrainConfig
-    from fewbits import train as run
-
-    steps, length = (12, 64) if options.tiny else (options.steps, 2048)
-    chooser, folder = random.Random(1), Path(tempfile.mkdtemp())
-    texts = (word(chooser, 2 * length) for _ in range(4 * steps))
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = {
-        "model": options.model,
-        "train_data": str(folder / "rows.jsonl"),
-        "output_dir": str(folder / "run"),
-        "max_steps": steps,
-        "batch_size": 4,
-        "max_seq_length": length,
-        "save_steps": steps // 2,
-        "samples": 0,
-        "report": False,
-        "device": "cuda" if CUDA else "cpu",
-    }
-    began = now()
-    run(TrainConfig(**words))
-    whole = now() - began
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    each = sustained(rows)
-    told = {
-        "step_ms": each["sustained_ms"],
-        "range": f"median {each['median_ms']}, slowest {each['slowest_ms'][-2:]}",
-        "first_step_s": rows[0]["seconds"],
-        "set_up_s": round(whole - rows[-1]["seconds"], 1),
-        "peak_gib": rows[-1].get("memory_gib", 0),
-        "losses": [round(row["loss"], 4) for row in rows[:3]],
-        "memory": json.loads((folder / "run/run.json").read_text()).get("memory"),
-    }
-    tell(told)
-    if CUDA:
-        torch.cuda.empty_cache()
-    model, _ = FastLanguageModel.from_pretrained(options.model, max_seq_length=length)
-    model = FastLanguageModel.get_peft_model(
-        model, r=16, lora_alpha=16, target_modules=TARGETS, use_gradient_checkpointing=False
-    )
-    model.train()
-    ids = torch.randint(4, 400, (4, length), generator=torch.Generator().manual_seed(7)).to(model.device)
-    _, once = bare(model, ids, steps=12)
-    return told | {"bare_ms": once, "above_bare": f"{100 * (told['step_ms'] / once - 1):.1f} %"}
-
-
 def stage(name: str, options: argparse.Namespace) -> None:
     """One stage in this process; prints one line that is told."""
     what, who = name.split("_")
@@ -349,7 +298,7 @@ def stage(name: str, options: argparse.Namespace) -> None:
 
     try:
         if what == "train":
-            told = train_stage(options, tell)
+            told = train_and_bare(options, tell)
         elif what == "load":
             told = load_stage(who, options)
         else:
@@ -368,7 +317,7 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     """A stage's process, importing."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), name, "--one"]
     command += ["--folder", str(options.folder), *(["--tiny"] if options.tiny else [])]
-    command += ["--steps", str(options.steps)]
+    command += ["--steps", str(options.steps), "--rows", str(options.rows)]
     places = [*options.site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {
         **os.environ,
@@ -451,6 +400,7 @@ def main() -> None:
     parser.add_argument("--site", action="append", default=[], help="a folder of the peers' packages")
     parser.add_argument("--limit", type=float, default=180, help="seconds for all")
     parser.add_argument("--steps", type=int, default=200, help="of `fewbits train`")
+    parser.add_argument("--rows", type=int, default=4, help="a step of `fewbits train`")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
