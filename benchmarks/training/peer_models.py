@@ -120,10 +120,13 @@ def base(who: str, folder: str, length: int) -> tuple[Any, Any]:
 
 
 def same_beginnings(model: Any, b: float = 0.0) -> int:
-    """A of every adapter follows from its layer's name, so that all begin alike; B too, of spread ``b``."""
+    """A of every adapter follows from its layer's name, so that all begin alike; B too, of spread ``b``.
+
+    TRL's copy of an adapter that it was given ("ref") stays, and its B is zero.
+    """
     count = 0
     for name, value in model.named_parameters():
-        if "lora_A" not in name and not (b and "lora_B" in name):
+        if ".ref." in name or ("lora_A" not in name and not (b and "lora_B" in name)):
             continue
         short = name[name.index("layers.") :].replace(".default", "").removesuffix(".weight")
         generator = torch.Generator().manual_seed(crc32(short.encode()))

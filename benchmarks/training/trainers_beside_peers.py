@@ -54,7 +54,7 @@ from benchmarks.training.train_beside_bare import train_and_bare
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 TOLD = "told: "
-RUNNING = 6  # steps between two waits
+RUNNING = 4  # steps between two waits
 SECONDS = {  # about, on an H200, imports beside others' turns left out
     "sft_fewbits": 35, "sft_fp8": 35, "sft_plain": 45, "sft_unsloth": 75,
     "dpo_fewbits": 25, "dpo_plain": 30, "dpo_unsloth": 60, "dpo_fp8": 25, "dpo_float32": 35,
@@ -92,6 +92,7 @@ def clock_of() -> Any:
             self.losses: list[float] = []
             self.rewards: list[float] = []
             self.running: list[float] = []
+            self.loaded = 0.0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
             left = args.max_steps - state.global_step
@@ -148,6 +149,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     chooser = random.Random(1)
     length = {"sft": 2048, "dpo": 1024, "grpo": 1024}[what] if not options.tiny else 64
     model, tokenizer, more = load(who, options.model, length)
+    clock.loaded = now()
     if what == "sft":
         from trl import SFTConfig, SFTTrainer
 
@@ -161,7 +163,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     elif what == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        steps, half = 10 if who == "float32" else 22, length // 2
+        steps, half = 10 if who == "float32" else 17, length // 2
         config = DPOConfig(
             **(words_of_all(steps) | ({"bf16": False} if who == "float32" else {})),
             gradient_checkpointing=who == "float32",  # the same numbers in less memory
@@ -177,7 +179,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
                     "chosen": word(chooser, half - 4),
                     "rejected": word(chooser, half - 4),
                 }
-                for _ in range(4 * (steps if who != "float32" else 22))
+                for _ in range(4 * 17)
             ]
         )
         kind = DPOTrainer
@@ -233,7 +235,8 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
         "running_ms": round(1e3 * (clock.running[-1] - clock.running[0]) / RUNNING, 1),
         "before": before,
         "first_step_s": round(marks[0] - ready, 1),
-        "set_up_s": round(ready - began, 1),
+        "load_s": round(clock.loaded - began, 1),
+        "set_up_s": round(ready - clock.loaded, 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else 0,
         "losses": [round(x, 4) for x in clock.losses],
     }
