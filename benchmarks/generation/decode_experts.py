@@ -1,11 +1,12 @@
-"""Decoding of mixtures of experts with random weights: a step alone, through ``model.generate``, and its kernels.
+"""Decoding of mixtures of experts with random weights: a step alone, through ``model.generate``, its kernels.
 
     python benchmarks/generation/decode_experts.py [--shapes qwen3-30b-a3b,gpt-oss-20b] [--batches 1,16]
 
-Whole shapes unless --layers says otherwise, experts and attention in --recipe, a prompt of 128 random tokens for
-each text. Printed are the milliseconds of a step replayed from its CUDA graph (the median of three rounds of
-16) and of a token through ``model.generate`` (greedy; the difference of 72 and 8 new tokens over 64); with
---kernels the kernels of eight steps that take longest. On a CPU a tiny shape runs, to see that the script does.
+Whole shapes unless --layers says otherwise, experts and attention in --recipe, a prompt of 128 random tokens
+for each text. Printed are the milliseconds of a step replayed from its CUDA graph (the median of three rounds
+of 16) and of a token through ``model.generate`` (greedy; the difference of 72 and 8 new tokens over 64); with
+--kernels the kernels of eight steps that take longest. On a CPU a tiny shape runs, to see that the script
+does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def build(shape: str, recipe: str, layers: int | None) -> Any:
     elif layers:
         fields["num_hidden_layers"] = layers
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    attention = None if shape == "gpt-oss-20b" else "sdpa"  # sinks are eager's, or those of kernels from elsewhere
+    attention = None if shape == "gpt-oss-20b" else "sdpa"  # it has sinks
     torch.manual_seed(0)
     with device():
         model = AutoModelForCausalLM.from_config(

@@ -64,7 +64,11 @@ MISTAKES = {
     "merging what is no adapter": (["merge", "m", "out2"], 1, "it is not an adapter"),
     "a word of another trainer": ([*TRAIN, "max_length=64"], 1, "max_length"),
     "a learning rate in words": ([*TRAIN, "learning_rate=2e-4x"], 1, "learning_rate is '2e-4x'"),
-    "images for a text run": ([*TRAIN, "train_data=seen.jsonl"], 1, "UnslothVisionDataCollator"),
+    "images for a text run": (
+        [*TRAIN, "train_data=seen.jsonl"],
+        1,
+        "the model reads text alone; take one that sees",
+    ),
     "images within messages": ([*TRAIN, "train_data=parts.jsonl"], 1, "a part of type image"),
     "tokens of no template": ([*TRAIN, "template_tokens=add"], 1, "no chat_template says which"),
     "a checkpoint for a model": (["generate", "--model", "half", "--prompt", "a"], 1, "half"),

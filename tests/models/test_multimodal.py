@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma3ForConditionalGeneration
 
 import fewbits
@@ -35,6 +37,11 @@ def gemma3() -> Any:
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model
+
+
+def keys_of(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        return set(tensors.keys())
 
 
 def loss_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -71,7 +78,9 @@ def test_packed_adapted_merged_and_opened_again(tmp_path) -> None:
     adapted = perturb(FastLanguageModel.get_peft_model(model, r=4), scale=0.05)
     adapted_names = [n for n, p in adapted.named_parameters() if p.requires_grad]
     assert adapted_names and not any("vision" in n for n in adapted_names)
-    adapted.save_pretrained_merged(tmp_path / "merged", words, dtype=torch.float32)
+    receipt = adapted.save_pretrained_merged(tmp_path / "merged", words, dtype=torch.float32)
+    assert "merged into the original weights" in str(receipt)  # whose names are others than the modules'
+    assert keys_of(tmp_path / "merged") == keys_of(tmp_path / "base")
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     original = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
     assert merged.state_dict().keys() == original.state_dict().keys()

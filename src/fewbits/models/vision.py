@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,55 @@ def vision_names(model: nn.Module) -> list[str]:
     return [name for name in linears_of(model) if name.startswith(towers)] if towers else []
 
 
+def sees(config: Any) -> bool:
+    """Whether a model of this configuration reads images beside text."""
+    return getattr(config, "vision_config", None) is not None
+
+
 def processor_of(model: nn.Module, tokenizer: Any) -> Any:
     """The processor of text and images beside a model's weights, with this tokenizer; else the tokenizer."""
-    from transformers import AutoProcessor
-
     base = unwrap(model)
-    folder = Path(str(getattr(base.config, "name_or_path", "") or ""))
-    if folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSORS):
+    name = str(getattr(base.config, "name_or_path", "") or "")
+    if _has_none(Path(name)):
         notes = getattr(base, "fewbits_notes", None)
         if isinstance(notes, list):
-            notes.append(f"{folder} has no processor of images; the tokenizer alone is returned")
+            notes.append(f"{name} has no processor of images; the tokenizer alone is returned")
         return tokenizer
-    processor = AutoProcessor.from_pretrained(str(folder))
+    return read_processor(name, tokenizer)
+
+
+def read_processor(name: str, tokenizer: Any) -> Any:
+    """The processor of text and images of a model folder or hub id, with this tokenizer in it.
+
+    Raises:
+        Unsupported: there is none, or a package that it needs is missing.
+    """
+    from transformers import AutoProcessor
+
+    if _has_none(Path(name)):
+        raise Unsupported(
+            f"{name} has no processor of images ({' or '.join(_PROCESSORS)}), so images cannot be read; copy"
+            " these files from the model that this one was made of."
+        )
+    try:
+        processor = AutoProcessor.from_pretrained(name, local_files_only=Path(name).is_dir())
+    except (ImportError, AttributeError) as error:
+        missing = [package for package in ("PIL", "torchvision") if not find_spec(package)]
+        if not missing:
+            raise
+        packages = " and ".join("pillow" if package == "PIL" else package for package in missing)
+        raise Unsupported(
+            f"the processor of images of {name} needs {packages}, which is not installed; pip install"
+            f" {packages.replace(' and ', ' ')}."
+        ) from error
+    if not hasattr(processor, "tokenizer"):
+        raise Unsupported(f"{name} has no processor of images ({type(processor).__name__} is what it has).")
     processor.tokenizer = tokenizer
     return processor
 
 
-__all__ = ["language_names", "processor_of", "vision_names"]
+def _has_none(folder: Path) -> bool:
+    return folder.is_dir() and not any((folder / name).is_file() for name in _PROCESSORS)
+
+
+__all__ = ["language_names", "processor_of", "read_processor", "sees", "vision_names"]

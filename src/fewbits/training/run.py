@@ -18,11 +18,12 @@ from fewbits.training.checkpoints.model_state import read_weights
 from fewbits.training.config import TrainConfig
 from fewbits.training.config_values import parse_memory_budget
 from fewbits.training.data.collator import Collator
-from fewbits.training.data.examples import RowEncoder, TokenData
+from fewbits.training.data.examples import RowEncoder, Sample
 from fewbits.training.data.mix import load_run_data, read_run_samples
 from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
 from fewbits.training.data.step_sampler import passes_of
+from fewbits.training.data.token_data import TokenData
 from fewbits.training.late_results import add_results
 from fewbits.training.preferences.run import stages
 from fewbits.training.ranks.watch import Watch
@@ -38,6 +39,7 @@ from fewbits.training.setup.distribute import (
     layout_for,
     load_distributed,
 )
+from fewbits.training.setup.images import check_images, look_of
 from fewbits.training.setup.model_and_trainer import (
     check_vocabulary,
     load_model,
@@ -164,7 +166,7 @@ class Run(Stages):
         passes_of(sequences_per_step(config), config.batch_size, self.layout.data_size)  # refuses too few
         if self.ranks.size > 1:
             self.console.print(str(self.layout), highlight=False)
-        self.encoder = RowEncoder(tokenizer, config, self.length)
+        self.encoder = RowEncoder(tokenizer, config, self.length, look_of(shapes, tokenizer, config.model))
         self._read_data()
         self.built = built or load_distributed(config, self.layout)
         check_vocabulary(self.built.model, self.train_data)
@@ -175,6 +177,8 @@ class Run(Stages):
     def _read_data(self) -> None:
         self.data = load_run_data(self.encoder)
         self.train_data, self.eval = self.data.train, self.data.eval
+        self.sight = self.encoder.chat.sight
+        check_images(self.config, self._data().values())
         for report in self.data.reports:
             self.console.print(str(report), highlight=False, markup=False)
 
@@ -326,6 +330,7 @@ class Run(Stages):
             width=self.length if uses_gpu(config) else 0,  # a CPU would only compute more padding
             multiple_of=self.length if config.cuda_graph == "true" else 1,  # a graph is good for one shape
             segments=config.batch_size * (rows + 1) if self._uses_graph() else None,
+            sight=self.sight,
         )
 
     def _end_record(self, trainer: Trainer, progress: Progress, *, keep_best: bool) -> None:
@@ -362,7 +367,7 @@ class Run(Stages):
         if self.eval is not None and self.config.samples:
             rows = list(dict.fromkeys(e.row for e in self.eval.examples))[: self.config.samples]
             samples += read_run_samples(self.encoder, self.data, rows)
-        answers = self._answers([sample["prompt"] for sample in samples])
+        answers = self._answers(samples)
         records = [{**sample, "before": text} for sample, text in zip(samples, answers, strict=True)]
         self._write_samples(records)
 
@@ -373,19 +378,19 @@ class Run(Stages):
     def _format(self) -> str:
         return self.train_data.report.format
 
-    def _answers(self, prompts: list[str]) -> list[str]:
+    def _answers(self, samples: list[Sample]) -> list[str]:
         """By the leader; by all ranks where each holds a part of the model."""
         if not (self.ranks.leads or self.layout.is_sharded):
-            return [""] * len(prompts)
+            return [""] * len(samples)
         limit = max_positions(self.built.model.config)
         return answer_all(
-            self.built.model, self.encoder, prompts, tokens=self.config.sample_tokens, limit=limit
+            self.built.model, self.encoder, samples, tokens=self.config.sample_tokens, limit=limit
         )
 
     def finish(self) -> None:
         """Sample answers, the adapter or model in final/, the merged model, the report."""
         samples = self.ranks.led("samples", self.folder.read_samples)
-        for sample, text in zip(samples, self._answers([s["prompt"] for s in samples]), strict=True):
+        for sample, text in zip(samples, self._answers(samples), strict=True):
             sample["after"] = text
         self._write_samples(samples)
         if self.layout.is_sharded:

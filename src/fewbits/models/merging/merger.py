@@ -27,7 +27,9 @@ from fewbits.host.conversion import conversion_of
 from fewbits.host.spec import locate, spec_for
 from fewbits.host.transposed import transposed_like
 from fewbits.models.folders.checkpoint import INDEX, WEIGHTS, Checkpoint
-from fewbits.models.folders.original import original_of
+from fewbits.models.folders.original import original_of, source_folder
+from fewbits.models.folders.processor_files import copy_processor
+from fewbits.models.folders.read_names import renaming_of
 from fewbits.models.loading.longer_positions import options_like
 from fewbits.models.merging.branches import (
     base_name,
@@ -152,13 +154,16 @@ class Merger:
         say_tied(self.config)
 
     def _originals(self) -> dict[str, str]:
-        """Model names to the original checkpoint's, which may omit or add the base model's prefix."""
+        """Model names to the original checkpoint's, which may omit or add the base model's prefix.
+
+        Or have others altogether, which transformers renames.
+        """
         assert self.original is not None
-        prefix = f"{self.base.base_model_prefix}."
+        prefix, renamed = f"{self.base.base_model_prefix}.", renaming_of(self.base)
         keys = set(self.live) | {f"{n}.weight" for n in self.packed} | {f"{n}.weight" for n in self.branches}
         originals = {}
         for key in self.original.tensors:
-            names = (key, prefix + key, key.removeprefix(prefix))
+            names = (key, prefix + key, key.removeprefix(prefix), renamed(key))
             originals[next((n for n in names if n in keys), key)] = key
         return originals
 
@@ -323,9 +328,11 @@ class Merger:
         )
 
     def write_tokenizer(self, folder: Path, tokenizer: Any) -> None:
-        """Write the tokenizer that was given, or copy the original's files."""
+        """Write the tokenizer that was given, or copy the original's files; those of its processor always."""
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+            if (source := source_folder(self.base)) is not None:
+                copy_processor(source, folder)
         elif self.original is not None:
             for pattern in TOKENIZER_FILES:
                 for file in self.original.folder.glob(pattern):

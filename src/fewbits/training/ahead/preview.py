@@ -14,6 +14,7 @@ from fewbits.training.data.examples import Example, RowEncoder
 from fewbits.training.data.mix import load_run_data
 from fewbits.training.data.packing import pack
 from fewbits.training.data.sources import check_sources
+from fewbits.training.setup.images import check_images, look_of
 from fewbits.training.setup.model_and_trainer import load_tokenizer, max_positions, sequence_length
 
 if TYPE_CHECKING:
@@ -103,13 +104,17 @@ def preview(config: TrainConfig, rows: int = 3) -> Preview:
     tokenizer, shapes = light
     check_sources(config)
     length = sequence_length(config, max_positions(shapes))
-    make = _of_rows if config.method == "sft" else _of_preferences
-    return make(config, tokenizer, length, rows)
+    if config.method != "sft":
+        return _of_preferences(config, tokenizer, length, rows)
+    look = look_of(shapes, tokenizer, config.model)
+    return _of_rows(config, RowEncoder(tokenizer, replace(config, eval_data=None), length, look), rows)
 
 
-def _of_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int, rows: int) -> Preview:
-    loaded = load_run_data(RowEncoder(tokenizer, replace(config, eval_data=None), length))
+def _of_rows(config: TrainConfig, encoder: RowEncoder, rows: int) -> Preview:
+    tokenizer, length = encoder.tokenizer, encoder.max_length
+    loaded = load_run_data(encoder)
     data = loaded.train
+    check_images(config, [data])
     lengths = [len(e) for e in data.examples]
     sequences = pack(lengths, length, seed=config.seed)
     result = Preview(
@@ -121,7 +126,12 @@ def _of_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: in
         packed=sum(lengths) / (len(sequences) * length),
         padded=_padded(lengths, config),
     )
-    if not config.packing and result.packed and result.packed > 1.15 * result.padded:
+    if (
+        encoder.chat.sight is None
+        and not config.packing
+        and result.packed
+        and result.packed > 1.15 * result.padded
+    ):
         result.notes.append(
             f"packing: true would fill {result.packed:.0%} of what is computed, where single rows fill"
             f" {result.padded:.0%}."

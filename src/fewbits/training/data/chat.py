@@ -16,13 +16,14 @@ so that the prompt has the very tokens it has when the model answers it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from fewbits.errors import BadInput, Unsupported
 from fewbits.models.chat.template import CHARACTERS, check_template
+from fewbits.training.data.pictures import Picture, Sight
 from fewbits.training.data.spans import Span, SpanEncoder, Tokens
 
 if TYPE_CHECKING:
@@ -39,11 +40,16 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-_PICTURES = ("images", "image", "videos", "video", "audio", "audios")
-_NO_PICTURES = (
-    "and fewbits train reads text alone; train on images with FastVisionModel, UnslothVisionDataCollator and"
-    " SFTTrainer of fewbits.trl (the guide on coming from Unsloth), or leave them out of the data"
+_SEEING_TRIAL = (
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "question"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "answer"}]},
 )
+_PICTURES, _MOVING = ("images", "image"), ("videos", "video", "audio", "audios")
+TEXT_ALONE = "the model reads text alone; take one that sees, or leave them out of the data"
+TEXT_METHOD = (
+    "only method sft of fewbits train reads images; take TRL's trainer, or leave them out of the data"
+)
+_NO_SOUND = "fewbits train reads text and images; leave them out of the data"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {
     "human": "user",
@@ -64,19 +70,32 @@ def _check_length(text: str, messages: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def refuse_pictures(values: Mapping[str, Any]) -> None:
+def refuse_pictures(values: Mapping[str, Any], why: str = TEXT_ALONE) -> None:
     """Refuse a row that holds images or the like beside its text, which would be lost.
 
+    Args:
+        values: the row; a column that holds one text is taken for a description.
+        why: the reason and the way out.
+
     Raises:
-        BadInput: it does; with the way to train on it.
+        BadInput: it does.
     """
-    for column in _PICTURES:
+    for column in (*_PICTURES, *_MOVING):
         value = values.get(column)
         if value is not None and not isinstance(value, str) and (not isinstance(value, list) or value):
-            raise BadInput(f"the row has {column}, {_NO_PICTURES}")
+            raise BadInput(f"the row has {column}, and {why}")
 
 
-def _text_of(content: Any) -> Any:
+def refuse_sound(values: Mapping[str, Any]) -> None:
+    """Refuse a row with videos or sounds, beside a model that sees.
+
+    Raises:
+        BadInput: it has some.
+    """
+    refuse_pictures({name: value for name, value in values.items() if name in _MOVING}, _NO_SOUND)
+
+
+def _text_of(content: Any, why: str) -> Any:
     """A content of parts that are all text as that text; anything else as it is.
 
     Raises:
@@ -87,22 +106,52 @@ def _text_of(content: Any) -> Any:
     for part in content:
         kind = part.get("type", "text")
         if kind != "text":
-            raise BadInput(f"a message holds a part of type {kind}, {_NO_PICTURES}")
+            raise BadInput(f"a message holds a part of type {kind}, and {why}")
     texts = [part.get("text") for part in content]
     return "".join(texts) if all(isinstance(text, str) for text in texts) else content  # type: ignore[arg-type]
 
 
-def normalize_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as role and content, from them or from ShareGPT's ``from`` and ``value``."""
+def _in_parts(content: Any) -> Any:
+    """A content as a list of parts, each a text or the place of an image.
+
+    Raises:
+        BadInput: a part is a video or the like.
+    """
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content or ""}] if isinstance(content, (str, type(None))) else 0
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "?"
+        if kind not in ("text", "image"):
+            raise BadInput(f"a message holds a part of type {kind}, and {_NO_SOUND}")
+        if kind == "text" and not isinstance(part.get("text"), str):
+            return 0
+    return content
+
+
+def words_of(content: Any) -> str:
+    """What is written in a message's content: a text, or a list of parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return str(content)
+
+
+def normalize_messages(value: Any, why: str = TEXT_ALONE, *, sees: bool = False) -> list[dict[str, Any]]:
+    """Messages as role and content, from them or from ShareGPT's ``from`` and ``value``.
+
+    Args:
+        value: the row's messages.
+        why: what is said of a part that is an image.
+        sees: contents become lists of parts, images among them.
+    """
     if not isinstance(value, (list, tuple)) or not value:
         raise BadInput("the messages are not a list with at least one message")
     messages = []
     for item in value:
         if not isinstance(item, dict) or not ({"role", "from"} & item.keys()):
             raise BadInput("a message is not an object with a role and a content")
-        role = item.get("role", item.get("from"))
-        content = _text_of(item.get("content", item.get("value")))
-        if not isinstance(role, str) or not isinstance(content, (str, type(None))):
+        role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
+        content = _in_parts(content) if sees else _text_of(content, why)
+        if not isinstance(role, str) or not isinstance(content, (list if sees else str, type(None))):
             raise BadInput("a message has a role or a content that is not text")
         extra = {
             key: item[key]
@@ -114,10 +163,24 @@ def normalize_messages(value: Any) -> list[dict[str, Any]]:
 
 
 class ChatEncoder(SpanEncoder):
-    """Chats, and pairs of prompt and response, as token ids with a trainable mask."""
+    """Chats, and pairs of prompt and response, as token ids with a trainable mask.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> None:
+    Attributes:
+        look: gives what turns images into tokens; None for a model that reads text alone.
+        sight: that, once there was an image.
+        pictures: the images of the conversation at hand, in their order.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int | None = None,
+        look: Callable[[], Sight] | None = None,
+    ) -> None:
         super().__init__(tokenizer, limit)
+        self.look = look
+        self.sight: Sight | None = None
+        self.pictures: Sequence[Picture] = ()
         self.template = tokenizer.chat_template
         self._tried = 0  # conversations of so many messages come to an end
         self.marks_responses = isinstance(self.template, str) and bool(_GENERATION.search(self.template))
@@ -142,8 +205,31 @@ class ChatEncoder(SpanEncoder):
         check_template(self.tokenizer, messages)
         self._tried = 2 * len(messages)
 
+    def see(self, pictures: Sequence[Picture]) -> None:
+        """What follows is one conversation with these images."""
+        self.pictures = pictures
+        if pictures and self.sight is None:
+            assert self.look is not None
+            sight = self.look()
+            try:
+                written = self.written(_SEEING_TRIAL)
+            except BadInput:  # a template of texts alone, most often
+                written = ""
+            sight.find_place(written)
+            self.sight = sight
+
     def render(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
-        """The conversation as the template writes it; ``for_answer`` ends with the next response's head."""
+        """The conversation as the template writes it; ``for_answer`` ends with the next response's head.
+
+        Images are written out as the tokens that stand for them.
+        """
+        text = self.written(messages, for_answer=for_answer)
+        if self.sight is None:
+            return text
+        return self.sight.filled(text, self.pictures)[0]
+
+    def written(self, messages: Sequence[dict[str, Any]], *, for_answer: bool = False) -> str:
+        """The same with one mark at each place of an image."""
         self._try(messages)
         try:
             text = str(
@@ -206,10 +292,19 @@ class ChatEncoder(SpanEncoder):
         except _TEMPLATE_ERRORS as error:
             raise BadInput(f"the chat template refuses the messages ({error})") from error
         _check_length(texts[0], messages)
-        return self.encode_touched(texts[0], [(int(start), int(end)) for start, end in marks[0]])
+        text, spans = texts[0], [(int(start), int(end)) for start, end in marks[0]]
+        if self.sight is not None:
+            text, gains = self.sight.filled(text, self.pictures)
+            spans = [(_moved(start, gains), _moved(end, gains)) for start, end in spans]
+        return self.encode_touched(text, spans)
 
     def encode_pair(self, prompt: str, response: str) -> Tokens:
         """A prompt and its response; spaces at the prompt's end go to the response, as tokenizers do."""
         bare = prompt.rstrip(" ")
         text = prompt + response
         return self.encode_spans(text, [(len(bare), len(text))])
+
+
+def _moved(at: int, gains: Sequence[tuple[int, int]]) -> int:
+    """Where a character stands once the places before it have grown: (a place's end, what was gained)."""
+    return at + max((gained for end, gained in gains if end <= at), default=0)

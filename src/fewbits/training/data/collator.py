@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fewbits.nn.segments import Segments
 from fewbits.training.data.examples import Example
+from fewbits.training.data.pictures import Sight
 
 IGNORED = -100
 Batch = dict[str, Any]
@@ -44,6 +45,7 @@ class Collator:
         multiple_of: int = 1,
         width: int = 0,
         segments: int | None = None,
+        sight: Sight | None = None,
     ) -> None:
         """What a batch looks like.
 
@@ -56,6 +58,7 @@ class Collator:
                 nothing is compiled again.
             segments: boundaries are given for so many rows in all, whatever their number, so that batches
                 differ in values alone; padding of a sequence counts as one. None: for as few as fit.
+            sight: turns the rows' images into tensors; None for rows of text alone.
         """
         self.pad_id = pad_id
         self.packed = packed
@@ -63,6 +66,7 @@ class Collator:
         self.multiple_of = multiple_of
         self.width = width if packed else 0
         self.segments = segments
+        self.sight = sight
 
     def __call__(self, sequences: list[list[Example]]) -> Batch:
         """The batch: input_ids, labels (B, T); where packed position_ids (B, T) and the rows' boundaries."""
@@ -95,6 +99,8 @@ class Collator:
             batch |= _boundaries(sequences, width, self.segments).keywords()
         if self.segments is None:  # else batches differ in values of tensors alone
             batch |= _bound(labels)
+        if self.sight is not None:
+            batch |= self.sight.inputs([[p for e in row for p in e.pictures] for row in sequences], input_ids)
         batch["rows"] = [[e.row for e in sequence] for sequence in sequences]
         batch["num_tokens"] = num_tokens
         return batch

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
-from fewbits.training.data.chat import ChatEncoder, normalize_messages, refuse_pictures
+from fewbits.training.data.chat import (
+    ChatEncoder,
+    normalize_messages,
+    refuse_pictures,
+    refuse_sound,
+    words_of,
+)
+from fewbits.training.data.pictures import Picture, Sight, has_pictures, picture_of, pictured_messages
 from fewbits.training.data.rows import BadRows, Row
 from fewbits.training.data.sources import Source, read_source
 from fewbits.training.data.spans import SpanEncoder, Tokens
+from fewbits.training.data.token_data import DataReport, TokenData
 from fewbits.training.data.token_store import Example as Example
-from fewbits.training.data.token_store import Examples, StoredExamples, TokenStore, subset
+from fewbits.training.data.token_store import StoredExamples, TokenStore, subset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,55 +53,7 @@ _COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {  # role: the columns it may 
 }
 _OPTIONAL = {"input"}
 _LONGEST_PROMPT = 1_000_000  # characters of a sample's prompt; a longer one loses its beginning, as in tokens
-Sample = dict[str, str]  # prompt, and expected where the data tell it
-
-
-@dataclass
-class DataReport:
-    """What became of the rows of one file."""
-
-    path: str
-    format: str = ""
-    rows: int = 0  # all, bad ones too
-    examples: int = 0
-    skipped: int = 0
-    truncated: int = 0
-    dropped: int = 0
-    inexact: int = 0  # rows whose prompt and response were tokenised apart: the tokenizer's offsets are wrong
-    tokens: int = 0
-    trained_tokens: int = 0
-
-    def __str__(self) -> str:
-        parts = [f"{self.path}: {self.rows:,} rows ({self.format}), {self.tokens:,} tokens"]
-        parts.append(f"{self.trained_tokens:,} of them trained")
-        for count, what in (
-            (self.skipped, "bad rows skipped"),
-            (self.truncated, "rows truncated"),
-            (self.dropped, "rows dropped for their length"),
-            (
-                self.inexact,
-                "rows whose prompt and response were tokenised apart (the tokenizer's offsets lag)",
-            ),
-        ):
-            if count:
-                parts.append(f"{count:,} {what}")
-        return ", ".join(parts)
-
-
-@dataclass
-class TokenData:
-    """The examples of one file, and what became of its rows."""
-
-    examples: Examples
-    report: DataReport
-
-    def fingerprint(self) -> str:
-        """A hash of all tokens: a run is only continued on the data it began with."""
-        digest = hashlib.blake2b(digest_size=16)
-        for example in self.examples:
-            digest.update(example.input_ids.tobytes())
-            digest.update(example.trained.tobytes())
-        return digest.hexdigest()
+Sample = dict[str, Any]  # prompt, expected where the data tell it, images (names of files) where it has some
 
 
 def choose_format(config: TrainConfig, values: dict[str, Any], where: str) -> str:
@@ -133,11 +92,26 @@ def _column(config: TrainConfig, name: str, role: str, values: dict[str, Any]) -
 class RowEncoder:
     """Writes rows of one format as tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, max_length: int) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        max_length: int,
+        look: Callable[[], Sight] | None = None,
+    ) -> None:
+        """How rows are written.
+
+        Args:
+            tokenizer: the model's.
+            config: of the run.
+            max_length: tokens of a row.
+            look: gives what turns images into tokens; None for a model that reads text alone.
+        """
         self.tokenizer = tokenizer
         self.config = config
         self.max_length = max_length
-        self.chat = ChatEncoder(tokenizer, max_length)
+        self.folder = Path()
+        self.chat = ChatEncoder(tokenizer, max_length, look)
         self.long = SpanEncoder(tokenizer)  # for documents, of which every token counts
         probe = tokenizer("a", verbose=False)["input_ids"]
         self.bos: int | None = tokenizer.bos_token_id
@@ -173,15 +147,16 @@ class RowEncoder:
 
     def encode(self, name: str, values: dict[str, Any]) -> list[Tokens]:
         """The row's tokens: one row for most formats, several for a long document."""
+        self.chat.see(())
         if name == "document":
             return self._chunks(self.text(name, "document", values))
         if name == "text":
+            self._check_no_pictures(values)
             text = self.text(name, "text", values)
             return [self._closed(self.chat.encode_spans(text, [(0, len(text))] if text.strip() else []))]
-        refuse_pictures(values)
         messages = self.messages(name, values)
         if messages is not None:
-            if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+            if not any(m["role"] == "assistant" and words_of(m["content"]).strip() for m in messages):
                 raise BadInput("the row has no token to train on (no assistant message with content)")
             return self.chat.encode_chat(messages, responses_only=self.config.responses_only)
         prompt, response = self.pair(name, values)
@@ -193,14 +168,44 @@ class RowEncoder:
         return [self._closed((ids, trained))]
 
     def messages(self, name: str, values: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """The row as a conversation, where it is written with the chat template."""
+        """The row as a conversation, where it is written with the chat template; its images are looked at."""
+        written = self._conversation(name, values)
+        self.chat.see(())
+        if written is None:
+            self._check_no_pictures(values)
+            return None
+        if self.chat.look is None:
+            refuse_pictures(values)
+            return normalize_messages(written)
+        refuse_sound(values)
+        if not has_pictures(values, written):
+            return normalize_messages(written)
+        written, sources = pictured_messages(written, values)
+        messages = normalize_messages(written, sees=True)
+        self.chat.see([picture_of(source, self.folder) for source in sources])
+        return messages
+
+    def _check_no_pictures(self, values: dict[str, Any]) -> None:
+        """Refuse images in a row that is no conversation."""
+        if self.chat.look is None:
+            refuse_pictures(values)
+            return
+        refuse_sound(values)
+        if has_pictures(values):
+            raise BadInput(
+                "the row has images, which need a conversation to stand in; write it as messages, or set"
+                " prompt_template to chat"
+            )
+
+    def _conversation(self, name: str, values: dict[str, Any]) -> Any:
+        """The row's messages as it has them; None where it is no conversation."""
         if name == "chat":
-            return normalize_messages(self.value(name, "messages", values))
+            return self.value(name, "messages", values)
         if name == "completion" and isinstance(self.value(name, "prompt", values), list):
             answer = self.value(name, "completion", values)
             if isinstance(answer, str):
                 answer = [{"role": "assistant", "content": answer}]
-            return normalize_messages([*self.value(name, "prompt", values), *(answer or [])])
+            return [*self.value(name, "prompt", values), *(answer or [])]
         if name == "instruction" and self.config.prompt_template == "chat":
             parts = [self.text(name, "instruction", values), self.text(name, "input", values)]
             return [
@@ -208,6 +213,28 @@ class RowEncoder:
                 {"role": "assistant", "content": self.text(name, "response", values)},
             ]
         return None
+
+    def pictures(self, rows: Sequence[Tokens]) -> list[tuple[Picture, ...]]:
+        """The images in each of the tokens that one row was written as.
+
+        Raises:
+            BadInput: the template has left some out, or the tokens end within one.
+        """
+        sight, pictures = self.chat.sight, self.chat.pictures
+        pictures_of: list[tuple[Picture, ...]] = []
+        if not pictures or sight is None:
+            return [()] * len(rows)
+        is_whole = not self.chat.was_cut
+        for ids, _ in rows:
+            if len(ids) > self.max_length and self.config.long_rows != "truncate":
+                pictures_of.append(())  # it is dropped or refused for its length
+                is_whole = False
+            else:
+                is_whole = is_whole and len(ids) <= self.max_length
+                pictures_of.append(sight.seen_in(ids[: self.max_length], pictures))
+        if is_whole and max(map(len, pictures_of)) < len(pictures):
+            raise BadInput("the chat template leaves out an image of the row; write images in user messages")
+        return pictures_of
 
     def pair(self, name: str, values: dict[str, Any]) -> tuple[str, str]:
         """The row as prompt and response."""
@@ -233,15 +260,29 @@ class RowEncoder:
         if name in ("text", "document"):
             return None
         messages = self.messages(name, values)
+        names = [str(p.source) for p in self.chat.pictures if isinstance(p.source, Path)]
         if messages is None:
             prompt, response = self.pair(name, values)
             return {"prompt": prompt, "expected": response.strip()}
+        if len(names) < len(self.chat.pictures):
+            return None  # the record names images, it does not hold them
         while messages and messages[-1]["role"] != "assistant":
             messages = messages[:-1]
-        return {
-            "prompt": self.chat.render(messages[:-1], for_answer=True),
-            "expected": messages[-1]["content"].strip(),
+        sample = {
+            "prompt": self.chat.written(messages[:-1], for_answer=True),
+            "expected": words_of(messages[-1]["content"]).strip(),
         }
+        return {**sample, "images": names} if names else sample
+
+    def request_of(self, sample: Sample) -> tuple[list[int], dict[str, Any]]:
+        """A sample's tokens, begun as in training, and the tensors of its images, if it has some."""
+        pictures = [picture_of(name, Path()) for name in sample.get("images", ())]
+        self.chat.see(pictures)
+        sight = self.chat.sight
+        if not pictures or sight is None:
+            return self.prompt_ids(sample["prompt"]), {}
+        ids = self.prompt_ids(sight.filled(sample["prompt"], pictures)[0])
+        return ids, sight.inputs([pictures], torch.tensor([ids]))
 
     def prompt(self, name: str, text: str) -> Sample:
         """A user's question in the words of the rows: with the template that the run trains on."""
@@ -305,6 +346,7 @@ def load_data(
     bad = BadRows(skip=encoder.config.skip_bad_rows)
     data = TokenData([] if store is None else StoredExamples(store), DataReport(str(source)))
     name, refused = "", 0
+    encoder.folder = source.folder
     for row in read_source(source, bad, splits=splits, stream=store is not None):
         data.report.rows += 1
         if not name:
@@ -315,13 +357,14 @@ def load_data(
             encoded = encoder.encode(name, row.values)
             if not any(any(trained[1:]) for _, trained in encoded) and not encoder.chat.was_cut:
                 raise BadInput("the row has no token to train on")
+            pictures_of = encoder.pictures(encoded)
         except BadInput as error:
             refused += 1
             bad.refuse(f"{source}, row {row.number}: {error}", error)
             continue
         data.report.inexact += encoder.chat.inexact
-        for tokens in encoded:
-            _keep(tokens, Row(row.number + first, {}), data, encoder)
+        for tokens, pictures in zip(encoded, pictures_of, strict=True):
+            _keep(tokens, pictures, Row(row.number + first, {}), data, encoder)
     data.report.rows += bad.count - refused  # those that could not even be read are rows, too
     _finish(data, bad)
     return data
@@ -333,6 +376,7 @@ def read_samples(
     """The rows with these numbers as prompts with the answers that the data give."""
     numbers, samples = set(rows), []
     source = path if isinstance(path, Source) else Source(path=str(path))
+    encoder.folder = source.folder
     for row in read_source(source, BadRows(skip=True), splits=splits):
         if row.number in numbers:
             numbers.discard(row.number)
@@ -348,7 +392,9 @@ def _check_format(name: str, encoder: RowEncoder) -> None:
         encoder.chat.require_template()
 
 
-def _keep(tokens: Tokens, row: Row, data: TokenData, encoder: RowEncoder) -> None:
+def _keep(
+    tokens: Tokens, pictures: tuple[Picture, ...], row: Row, data: TokenData, encoder: RowEncoder
+) -> None:
     ids, trained = tokens
     report, limit = data.report, encoder.max_length
     if len(ids) > limit:
@@ -363,7 +409,7 @@ def _keep(tokens: Tokens, row: Row, data: TokenData, encoder: RowEncoder) -> Non
         if encoder.config.long_rows == "drop" or not any(trained[1:]):
             report.dropped += 1
             return
-    example = Example(np.asarray(ids, np.int32), np.asarray(trained, np.bool_), row.number)
+    example = Example(np.asarray(ids, np.int32), np.asarray(trained, np.bool_), row.number, pictures)
     example.trained[0] = False
     data.examples.append(example)
     report.tokens += len(ids)

@@ -9,15 +9,14 @@ import numpy as np
 
 from fewbits.errors import BadInput
 from fewbits.training.data.examples import (
-    DataReport,
     RowEncoder,
     Sample,
-    TokenData,
     load_data,
     read_samples,
     split_rows,
 )
 from fewbits.training.data.sources import EVAL_SPLITS, Source, sources_of
+from fewbits.training.data.token_data import DataReport, TokenData
 from fewbits.training.data.token_store import TokenStore, joined, subset
 
 

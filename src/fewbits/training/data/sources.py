@@ -44,6 +44,14 @@ class Source:
         """Whether there is such a file or folder here."""
         return Path(self.path).exists()
 
+    @property
+    def folder(self) -> Path:
+        """Where files that its rows name are looked for first; of the hub, the working directory."""
+        path = Path(self.path)
+        if not path.exists():
+            return Path()
+        return path if path.is_dir() else path.parent
+
     def __str__(self) -> str:
         more = [part for part in (self.name, self.split) if part]
         return ":".join([self.path, *more])

@@ -14,24 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewbits.errors import BadInput
+from fewbits.training.data.pictures import Picture
 
 _TRAINED = np.uint32(1 << 31)  # beside the token's number, which has 31 bits
 
 
 @dataclass(frozen=True)
 class Example:
-    """One row as tokens."""
+    """One row as tokens, and the images that some of them stand for, in their order."""
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]  # the first token is never trained: nothing predicts it
     row: int
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
 class TokenStore:
-    """A file without a name, which goes when the process does: 4 bytes a token, 16 a row in memory."""
+    """A file without a name, which goes when the process does: 4 bytes a token, 16 a row in memory.
+
+    Of images the names stay in memory; those that came as bytes stay as bytes.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         """Make the file in ``folder``.
@@ -48,6 +53,7 @@ class TokenStore:
                 " another folder."
             ) from error
         self._ends, self._rows = array("q", [0]), array("q")
+        self._pictures: dict[int, tuple[Picture, ...]] = {}
 
     def append(self, example: Example) -> int:
         """Write one row; its number here."""
@@ -55,6 +61,8 @@ class TokenStore:
         self._file.write(marked.tobytes())
         self._ends.append(self._ends[-1] + len(example))
         self._rows.append(example.row)
+        if example.pictures:
+            self._pictures[len(self._rows) - 1] = example.pictures
         return len(self._rows) - 1
 
     def read(self, number: int) -> Example:
@@ -64,7 +72,7 @@ class TokenStore:
         data = os.pread(self._file.fileno(), 4 * (end - first), 4 * first)
         marked = np.frombuffer(data, np.uint32)
         ids = (marked & ~_TRAINED).astype(np.int32)
-        return Example(ids, (marked & _TRAINED) != 0, self._rows[number])
+        return Example(ids, (marked & _TRAINED) != 0, self._rows[number], self._pictures.get(number, ()))
 
 
 class StoredExamples(Sequence[Example]):

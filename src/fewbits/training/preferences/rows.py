@@ -8,7 +8,7 @@ import numpy as np
 
 from fewbits.errors import BadInput
 from fewbits.training.config import REWARDED, TrainConfig
-from fewbits.training.data.chat import normalize_messages, refuse_pictures
+from fewbits.training.data.chat import TEXT_METHOD, normalize_messages, refuse_pictures
 from fewbits.training.data.rows import BadRows
 from fewbits.training.data.sources import Source, read_source, sources_of
 
@@ -75,7 +75,7 @@ def _needs(config: TrainConfig) -> str:
 
 
 def _row(config: TrainConfig, values: dict[str, Any]) -> dict[str, Any]:
-    refuse_pictures(values)
+    refuse_pictures(values, TEXT_METHOD)
     named: dict[str, Any] = {}
     for role in (*NEEDED[config.method], *_OPTIONAL.get(config.method, ())):
         column = config.fields.get(role, role)
@@ -106,5 +106,5 @@ def _value(config: TrainConfig, role: str, value: Any) -> Any:
             return value
         return [{"role": _ROLES[role], "content": value}]
     if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value):
-        return normalize_messages(value)
+        return normalize_messages(value, TEXT_METHOD)
     raise BadInput(f"the row's {role} is neither a text nor a list of messages with a role and a content")

@@ -17,6 +17,7 @@ from fewbits.training.data.examples import RowEncoder
 from fewbits.training.data.mix import load_run_data, read_run_samples
 from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
+from fewbits.training.setup.images import look_of
 from fewbits.training.setup.model_and_trainer import max_positions, sequence_length, with_template
 from fewbits.training.setup.samples import answer_all
 
@@ -46,7 +47,7 @@ class RowResult:
     rows: int
     exact_match: float | None
     answered: int
-    answers: tuple[dict[str, str], ...]
+    answers: tuple[dict[str, Any], ...]
 
 
 def config_for(model: str, rows: str, settings: dict[str, Any] | None = None) -> TrainConfig:
@@ -88,15 +89,15 @@ def evaluate_rows(
     """
     check_sources(config)
     limit = max_positions(model.config)
-    encoder = RowEncoder(with_template(tokenizer, config), config, sequence_length(config, limit))
+    words = with_template(tokenizer, config)
+    look = look_of(model.config, words, config.model)
+    encoder = RowEncoder(words, config, sequence_length(config, limit), look)
     data = load_run_data(encoder)
     loss, tokens = _loss(model, encoder, SequenceDataset(data.train.examples), config.batch_size, progress)
     rows = list(dict.fromkeys(e.row for e in data.train.examples))[:answers]
     samples = read_run_samples(encoder, data, rows) if rows else []
     samples = [sample for sample in samples if "expected" in sample]
-    texts = answer_all(
-        model, encoder, [s["prompt"] for s in samples], tokens=config.sample_tokens, limit=limit
-    )
+    texts = answer_all(model, encoder, samples, tokens=config.sample_tokens, limit=limit)
     told = [{**sample, "answer": text} for sample, text in zip(samples, texts, strict=True)]
     hits = sum(one["answer"].strip() == one["expected"].strip() for one in told)
     return RowResult(
@@ -114,7 +115,7 @@ def _loss(
     model: Any, encoder: RowEncoder, dataset: SequenceDataset, batch_size: int, progress: Any
 ) -> tuple[float, int]:
     """Mean negative log-likelihood of the trained tokens, and how many they are."""
-    collate = Collator(encoder.eos or 0)
+    collate = Collator(encoder.eos or 0, sight=encoder.chat.sight)
     was_training, total, count = model.training, 0.0, 0
     device = model.get_input_embeddings().weight.device
     batches = range(0, len(dataset), batch_size)
@@ -122,9 +123,11 @@ def _loss(
     try:
         for done, at in enumerate(batches, 1):
             batch = collate([dataset[i] for i in range(at, min(at + batch_size, len(dataset)))])
-            ids, labels = batch["input_ids"].to(device), batch["labels"].to(device)[:, 1:]
+            left_out = ("labels", "rows", "num_tokens", "valid_rows")
+            inputs = {name: value.to(device) for name, value in batch.items() if name not in left_out}
+            labels = batch["labels"].to(device)[:, 1:]
             with torch.inference_mode():
-                logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+                logits = model(**inputs, use_cache=False).logits[:, :-1]
             counts = labels != IGNORED
             total += float(
                 torch.nn.functional.cross_entropy(logits[counts].float(), labels[counts], reduction="sum")

@@ -25,9 +25,9 @@ from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import LoRA, Recipe, get_recipe
 from fewbits.training.config import OPTIMIZERS, TrainConfig
 from fewbits.training.config_values import shown
-from fewbits.training.data.examples import TokenData
 from fewbits.training.data.packing import SequenceDataset, pack
 from fewbits.training.data.step_sampler import passes_of
+from fewbits.training.data.token_data import TokenData
 from fewbits.training.plan.parallel import Layout
 from fewbits.training.setup.rows_apart import check_rows_apart
 

@@ -12,11 +12,13 @@ from rich.console import Console
 from fewbits.training.checkpoints.folders import staged
 from fewbits.training.checkpoints.manifest import Writers
 from fewbits.training.config import TrainConfig
+from fewbits.training.data.pictures import Sight
 from fewbits.training.plan.parallel import Layout
 from fewbits.training.ranks.processes import Ranks
 from fewbits.training.run_folder.killed import process_facts
 from fewbits.training.run_folder.layout import RunFolder, now
 from fewbits.training.setup.distribute import check_shared
+from fewbits.training.setup.images import save_words
 from fewbits.training.setup.model_and_trainer import Built, count_weights
 from fewbits.training.setup.record import device_of, recipe_of, versions
 from fewbits.training.setup.signals import StopRequest
@@ -29,6 +31,7 @@ class Stages(ABC):
         reached: the last step and that of the run's end.
         facts: hashes of what the run is begun with; the leader's.
         length: tokens of a row at most.
+        sight: what reads the images of the rows; None without images.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Stages(ABC):
         self.reached = (0, 0)
         self.facts: Mapping[str, str | None] = {}
         self.length = 0
+        self.sight: Sight | None = None
         self.built: Built
         self.layout: Layout
 
@@ -114,4 +118,4 @@ class Stages(ABC):
         """The weights or adapters of ``model`` and its tokenizer, as a folder that appears whole."""
         with staged(self.folder.final, writers=Writers()) as folder:
             model.save_pretrained(str(folder))
-            self.built.tokenizer.save_pretrained(str(folder))
+            save_words(self.sight, self.built.tokenizer, model, folder)
