@@ -11,6 +11,21 @@ inline float wide(u16 h) {
                      : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
     return h >> 15 ? -size : size;
 }
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline u32 to_half(float x) {  // nearest even
+    const u32 sign = __float_as_uint(x) >> 31 << 15;
+    if (x != x) return 0x7fff;
+    const float y = fabsf(x);
+    if (y >= 65520.0f) return sign | 0x7c00;
+    if (y < 0.00006103515625f) return sign | (u32)nearbyintf(y * 16777216.0f);
+    u32 bits = __float_as_uint(y);
+    bits += 0xfff + (bits >> 13 & 1);
+    return sign | ((bits >> 13) - (112 << 10));
+}
+inline u32 half_pair(float low, float high) {
+    return FLOAT16 ? to_half(low) | to_half(high) << 16 : bf16_pair(low, high);
+}
 inline u32 larger(u32 a, u32 b) {
     const u32 low = max(a & 0xffffu, b & 0xffffu);
     return low | max(a >> 16, b >> 16) << 16;

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.errors import BadInput
@@ -24,7 +25,9 @@ from fewbits.kernels.codec.float8_operands import (
     one_multiplier,
     one_multiplier_ref,
     record_amax,
+    through_ref,
 )
+from fewbits.kernels.codec.float8_operands_cuda import Through
 from fewbits.kernels.codec.float8_operands_triton import (
     launch_amax,
     launch_blocks,
@@ -36,6 +39,7 @@ from tests.kernels import emulated
 from tests.kernels.test_quantize_float8 import assert_codes, operand, same
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+NOTHING = Through(0.0, 0.0, torch.empty(0))
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 SHAPES = [(1, 1), (3, 7), (130, 260), (256, 128)]
 
@@ -107,7 +111,8 @@ def test_the_ops_are_the_definition() -> None:
     x, multiplier = torch.randn(20, 36), torch.tensor([0.7])
     rows, columns, largest = torch.empty(20, 36).to(E4), torch.empty(36, 20).to(E4), torch.zeros(1)
     nothing, sums = torch.empty(0, 0), torch.empty(36)
-    module._one(x, multiplier, rows, columns, largest, sums)
+    one = (x, multiplier, rows, columns, largest, sums, *NOTHING)
+    module._one(*one)
     assert torch.equal(sums, column_sums_ref(x))
     assert same(rows, one_multiplier_ref(x, multiplier, E4)) and same(columns, rows.t())
     assert largest == amax_ref(x)
@@ -118,16 +123,25 @@ def test_the_ops_are_the_definition() -> None:
     module._one_scale(largest, E4, False, 0.0, *pair)
     assert pair[0] == multiplier_of_amax(largest, 448.0, power_of_two=False) and pair[1] == 1 / pair[0]
     arguments = BlockArguments(
-        x, False, True, 0.0, nothing.to(E4), nothing, torch.empty(36, 20).to(E4), torch.empty(36, 1), sums
+        x,
+        False,
+        True,
+        0.0,
+        nothing.to(E4),
+        nothing,
+        torch.empty(36, 20).to(E4),
+        torch.empty(36, 1),
+        sums,
+        NOTHING,
     )
-    module._blocks(*arguments)
+    module._blocks(*arguments[:-1], *NOTHING)
     need = block_multipliers_ref(x.t().contiguous(), E4, tile=False, power_of_two=True, epsilon=0.0)
     assert same(arguments.columns, need[0]) and same(arguments.column_scales, need[1])
     tests = ("test_faketensor",)
-    torch.library.opcheck(module._one, (x, multiplier, rows, columns, largest, sums), test_utils=tests)
+    torch.library.opcheck(module._one, one, test_utils=tests)
     torch.library.opcheck(module._amax, (x, largest), test_utils=tests)
     torch.library.opcheck(module._one_scale, (largest, E4, False, 0.0, *pair), test_utils=tests)
-    torch.library.opcheck(module._blocks, tuple(arguments), test_utils=tests)
+    torch.library.opcheck(module._blocks, (*arguments[:-1], *NOTHING), test_utils=tests)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -213,6 +227,50 @@ def test_cuda_operands_and_the_compiler() -> None:
     assert same(both(x)[1], one_multiplier_ref(x, multiplier, E4).t())
 
 
+ACTIVATIONS = {
+    "silu": (1.0, 0.0, F.silu),
+    "gelu": (1.5957691216057308, 0.07135481627362448, lambda x: F.gelu(x, approximate="tanh")),
+    "qgelu": (1.702, 0.0, lambda x: x * torch.sigmoid(1.702 * x)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_gradients(name: str) -> None:
+    linear, cubic, function = ACTIVATIONS[name]
+    x = (torch.randn(40, 48) * 4).requires_grad_()
+    dy = torch.randn(40, 48)
+    y = function(x)
+    y.backward(dy)
+    forward, backward = Through(linear, cubic, x[:0]), Through(linear, cubic, dy)
+    torch.testing.assert_close(through_ref(x.detach(), forward), y.detach())
+    torch.testing.assert_close(through_ref(x.detach(), backward), x.grad, rtol=1e-4, atol=1e-5)
+    far = torch.tensor([[-1e18, 1e18, -200.0, 200.0]])
+    assert through_ref(far, Through(linear, cubic, torch.ones(1, 4))).tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    largest, sums = torch.zeros(1), torch.empty(48)
+    words = {"rows": True, "columns": True, "sums": sums, "largest": largest}
+    rows, columns = one_multiplier(x, torch.tensor([2.0]), E4, through=forward, **words)
+    plain = one_multiplier(y, torch.tensor([2.0]), E4, rows=True, columns=True)
+    assert rows is not None and columns is not None and plain[0] is not None
+    assert_near(rows, plain[0]) and assert_near(columns.t(), plain[0])
+    torch.testing.assert_close(largest, y.detach().abs().max().view(1))
+    torch.testing.assert_close(sums, y.detach().sum(0), rtol=1e-4, atol=1e-4)
+    alone = torch.zeros(1)
+    record_amax(x, alone, forward)
+    assert alone == largest
+    blocks, _ = block_multipliers(
+        x, E4, rows=True, columns=False, tile=False, power_of_two=True, through=forward
+    )
+    need, _ = block_multipliers(y, E4, rows=True, columns=False, tile=False, power_of_two=True)
+    assert blocks is not None and need is not None
+    assert_near(blocks[0], need[0])
+
+
+def assert_near(codes: Tensor, need: Tensor) -> None:
+    """Equal, but for few that lay so near to the middle between two codes that other exponentials decide."""
+    a, b = codes.float(), need.float()
+    assert ((a != b).float().mean() < 0.01) and ((a - b).abs() <= b.abs() * 2.0**-2 + 2.0**-9).all()
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("emulated")
@@ -252,7 +310,8 @@ def check_source(libraries: Path, case: tuple, way: str, device: str) -> None:
     if way == "one":
         multiplier, largest = torch.full((1,), 3.7, device=device), torch.zeros(1, device=device)
         results, sums = by_hand.Results(codes[0], None, codes[1], None), by_hand.sums_of_tiles(x)
-        run_source(libraries, by_hand.call_of_one(x, multiplier, results, largest, sums), x)
+        others = by_hand.Others(multiplier, largest, sums, NOTHING)
+        run_source(libraries, by_hand.call_of_one(x, results, others), x)
         assert_sums(x, sums.sum(0))
         assert same(largest, amax_ref(x))
         need = one_multiplier_ref(x, multiplier, dtype)
@@ -270,7 +329,8 @@ def check_source(libraries: Path, case: tuple, way: str, device: str) -> None:
         results = by_hand.Results(codes[0], scales[0], codes[1], scales[1])
         words = {"tile": tile, "power_of_two": power_of_two, "epsilon": 0.0}
         sums = by_hand.sums_of_tiles(x) if power_of_two else None
-        run_source(libraries, by_hand.call_of_blocks(x, results, sums=sums, **words), x)
+        others = by_hand.Others(None, codes[0][:0], sums, NOTHING)
+        run_source(libraries, by_hand.call_of_blocks(x, results, others, **words), x)
         if sums is not None:
             assert_sums(x, sums.sum(0))
         for have, scale, matrix, wanted in zip(codes, scales, (x, x.t()), wants, strict=True):
@@ -294,6 +354,61 @@ def test_the_cuda_kernel_gives_the_definition(libraries: Path, case: tuple, way:
     check_source(libraries, case, way, "cuda")
 
 
+def check_through(libraries: Path, way: str, backward: bool, device: str) -> None:
+    """The activation's codes, amax and sums; of blocks of 128 values each has its own scale."""
+    linear, cubic, _ = ACTIVATIONS["gelu"]
+    kind = torch.float16 if way == "one" else torch.bfloat16
+    x = (torch.randn(144, 264, device=device) * 3).to(kind)
+    x[3, 5:9] = torch.tensor([300.0, -300.0, 0.0, -9.0])
+    dy = torch.randn(144, 264, device=device).to(kind) if backward else x[:0]
+    through = Through(linear, cubic, dy)
+    need = through_ref(x, through)
+    codes = [_outputs(x, E4, side, True) for side in (0, 1)]
+    largest, sums = torch.zeros(1, device=device), by_hand.sums_of_tiles(x)
+    if way == "one":
+        multiplier = torch.full((1,), 3.7, device=device)
+        results = by_hand.Results(codes[0], None, codes[1], None)
+        others = by_hand.Others(multiplier, largest, sums, through)
+        run_source(libraries, by_hand.call_of_one(x, results, others), x)
+        torch.testing.assert_close(largest, amax_ref(need), rtol=2.0**-7, atol=0.0)
+        expected = one_multiplier_ref(need, multiplier, E4)
+        for have, wanted in zip(codes, (expected, expected.t()), strict=True):
+            assert_near(have, wanted)
+        nothing = by_hand.Results(codes[0][:0], None, codes[1][:0], None)
+        again = by_hand.Others(multiplier, torch.zeros(1, device=device), None, through)
+        run_source(libraries, by_hand.call_of_one(x, nothing, again), x)
+        assert again.largest == largest
+    else:
+        scales = [torch.empty(3, 144, device=device).t(), torch.empty(2, 264, device=device).t()]
+        results = by_hand.Results(codes[0], scales[0], codes[1], scales[1])
+        others = by_hand.Others(None, codes[0][:0], sums, through)
+        words = {"tile": False, "power_of_two": True, "epsilon": 0.0}
+        run_source(libraries, by_hand.call_of_blocks(x, results, others, **words), x)
+        for have, scale, matrix in zip(codes, scales, (need, need.t().contiguous()), strict=True):
+            expected, of_blocks = block_multipliers_ref(
+                matrix, E4, tile=False, power_of_two=True, epsilon=0.0
+            )
+            same_scale = (scale == of_blocks).repeat_interleave(128, 1)[:, : matrix.shape[1]]
+            assert same_scale.float().mean() > 0.9
+            assert_near(have.float().where(same_scale, 0), expected.float().where(same_scale, 0))
+    room = need.double().abs().sum(0) * 2.0**-7
+    assert ((sums.double().sum(0) - need.double().sum(0)).abs() <= room + 1e-6).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("way", ["values", "one"])
+def test_the_cuda_source_rounds_activations(libraries: Path, way: str, backward: bool) -> None:
+    check_through(libraries, way, backward, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("way", ["values", "one"])
+def test_the_cuda_kernel_rounds_activations(libraries: Path, way: str, backward: bool) -> None:
+    check_through(libraries, way, backward, "cuda")
+
+
 def test_what_the_cuda_kernel_does_not_take() -> None:
     x, rows, columns = torch.ones(16, 16).bfloat16(), torch.empty(16, 16).to(E4), torch.empty(16, 16).to(E4)
     assert by_hand.fits(x, rows, columns)
@@ -310,7 +425,10 @@ def test_the_cuda_kernel_compiles() -> None:
     results = by_hand.Results(rows, torch.empty(16, 1), rows, torch.empty(16, 1))
     for capability in (89, 90):
         for tile in (False, True):
-            call = by_hand.call_of_blocks(x, results, tile=tile, power_of_two=True, epsilon=0.0)
+            others = by_hand.Others(None, torch.empty(0), None, NOTHING)
+            call = by_hand.call_of_blocks(x, results, others, tile=tile, power_of_two=True, epsilon=0.0)
             assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"
-        call = by_hand.call_of_one(x, torch.ones(1), results, torch.zeros(1))
-        assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"
+        for through in (NOTHING, Through(1.0, 0.0, torch.empty(0)), Through(1.0, 0.1, x)):
+            others = by_hand.Others(torch.ones(1), torch.zeros(1), by_hand.sums_of_tiles(x), through)
+            call = by_hand.call_of_one(x, results, others)
+            assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fewbits.te as te
 from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.formats.bits import unpack_bits
+from fewbits.kernels.codec.float8_operands import through_ref
+from fewbits.kernels.codec.float8_operands_cuda import Through
 from fewbits.kernels.codec.small_blocks import e2m1_values
-from fewbits.te.products.product import product
+from fewbits.te.layers import layernorm_mlp
+from fewbits.te.layers.activations import SMOOTH
+from fewbits.te.products.product import ProductSettings, activated_pair, linear, product
 from fewbits.te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -242,3 +249,82 @@ def test_a_high_precision_backward_pass_is_torchs_own(dtype: torch.dtype) -> Non
     (y, *plain), (rounded_y, *overridden) = results
     assert not torch.equal(y, rounded_y) and rounded_y.shape == (2, 7, 33)
     assert all(torch.equal(a, b) for a, b in zip(plain, overridden, strict=True))
+
+
+class _Activation(torch.autograd.Function):
+    """An activation by the definition of its kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, numbers: tuple[float, float]) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.numbers = numbers
+        return through_ref(h, Through(*numbers, h[:0]))
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
+        (h,) = ctx.saved_tensors
+        return through_ref(h, Through(*ctx.numbers, da)), None
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+@pytest.mark.parametrize("frozen", ["", "x", "w1", "w2", "first"])
+def test_an_activated_pair_is_two_linears(name: str, frozen: str) -> None:
+    """Bit for bit: outputs, gradients, and delayed scaling's amaxes."""
+    numbers = SMOOTH["gelu"]
+    x, w1, w2 = torch.randn(3, 40, 64), torch.randn(96, 64) / 8, torch.randn(32, 96) / 8
+    b1, b2, dy = torch.randn(96), torch.randn(32), torch.randn(3, 40, 32)
+
+    def quantizer(gradient: bool) -> Any:
+        kind = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+        if name == "delayed":
+            return te.Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), kind)
+        current = te.Float8CurrentScalingQuantizer(kind)
+        return current if name == "current" else te.Float8BlockQuantizer(kind, block_scaling_dim=1)
+
+    results = []
+    for together in (True, False):
+        plans = tuple(ProductSettings(quantizer(False), quantizer(False), quantizer(True)) for _ in range(2))
+        leaves = [t.clone().requires_grad_() for t in (x, w1, b1, w2, b2)]
+        hidden = {"x": [0], "w1": [1], "w2": [3], "first": [0, 1, 2]}.get(frozen, [])
+        for i in hidden:
+            leaves[i].requires_grad_(False)
+        if together:
+            y = activated_pair(leaves[0], numbers, leaves[1:], plans)
+        else:
+            h = linear(leaves[0], leaves[1], leaves[2], plans[0])
+            y = linear(_Activation.apply(h, numbers), leaves[3], leaves[4], plans[1])
+        y.backward(dy)
+        amaxes = [
+            getattr(q, "amax", None) for plan in plans for q in (plan.input, plan.weight, plan.gradient)
+        ]
+        results.append([y, *(leaf.grad for leaf in leaves), *amaxes])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["gelu", "silu", "qgelu"])
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_a_fused_mlp_is_that_of_single_steps(
+    name: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, in bfloat16: other exponentials decide few roundings, and sums run in another order."""
+    layer = te.LayerNormMLP(256, 512, activation=activation, params_dtype=torch.bfloat16)
+    layer.fc1_bias.data.normal_()
+    x = (torch.randn(32, 8, 256) * 2).bfloat16().cuda()
+    dy = torch.randn_like(x)
+    chosen, results = getattr(te.recipe, name)(), []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(layernorm_mlp, "fuses", lambda x, plans: False)
+        layer.reset_fp8_meta_tensors()
+        for _ in range(2):  # delayed scaling has its first scales in the second
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            with te.autocast(recipe=chosen):
+                y = layer(leaf)
+            y.backward(dy)
+        results.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        far = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert far < 0.01

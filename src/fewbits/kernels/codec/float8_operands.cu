@@ -10,8 +10,10 @@
 //    NaN above all. The 16 threads of eight rows halve what they compare at each step.
 // 3. Multipliers, which take a division each, are computed by one thread each and go round by shared memory.
 // 4. Sums of columns (a bias's gradient) cost a second reading of x elsewhere; here 64 additions a thread. Each tile writes its own.
+// 5. What is rounded may be x, x * sigmoid(p(x)) with p(x) = linear * x + cubic * x^3 (SiLU; GELU by tanh), or its gradient by dy: 64
+//    exponentials and reciprocals of the special units a thread, which hide too, and the activation itself is never stored.
 //
-// Compiled at run time with these macros: WAY 0 (multipliers of 1 x 128 values), 1 (of 128 x 128), 2 (one, given); ROWS, COLUMNS,
+// Compiled at run time with these macros: THROUGH 0 (x), 1 (the activation), 2 (its gradient); WAY 0 (multipliers of 1 x 128 values), 1 (of 128 x 128), 2 (one, given); ROWS, COLUMNS,
 // RECORD, SUMS 0 or 1: what is wanted; POWER_OF_TWO; E5M2, else E4M3; FLOAT16, else bfloat16.
 
 typedef unsigned int u32;
@@ -34,8 +36,9 @@ struct Arguments {
     float *column_scales;     // (ceil(M / 128), K), or of tiles (ceil(K / 128), ceil(M / 128))
     int *largest;             // (1,) float32 that is not negative: RECORD
     float *sums;              // (ceil(M / 128), K), of each tile's rows: SUMS
+    const u8 *dy;             // (M, K): THROUGH 2
     int M, K, pitch;
-    float epsilon, overflow;
+    float epsilon, overflow, linear, cubic;
 };
 
 #ifndef EMULATED
@@ -53,6 +56,25 @@ static __device__ __forceinline__ float wide(u16 half) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(half));
     return out;
 }
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float out;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+static __device__ __forceinline__ float reciprocal(float x) {
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+static __device__ __forceinline__ u32 half_pair(float low, float high) {
+    u32 out;
+#if FLOAT16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+#endif
+    return out;
+}
 static __device__ __forceinline__ u32 larger(u32 a, u32 b) { return __vmaxu2(a, b); }
 static __device__ __forceinline__ uint4 load_once(const u8 *at) {
     uint4 v;
@@ -67,6 +89,18 @@ static __device__ __forceinline__ float value_of(u32 pair, int high) {
     return wide((u16)(high ? pair >> 16 : pair));
 #else
     return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
+#endif
+}
+
+// x * sigmoid(p(x)), or dy times its derivative.
+static __device__ __forceinline__ float through(float x, float dy, const Arguments &p) {
+    const float square = x * x;
+    const float s = reciprocal(1.0f + exp2_fast(-1.44269504f * x * (p.linear + p.cubic * square)));
+#if THROUGH == 2
+    const float slope = p.linear + 3.0f * p.cubic * square, rest = 1.0f - s;
+    return dy * (s + (rest == 0.0f ? 0.0f : x * s * rest * slope));  // far out, 0 times what overflows
+#else
+    return s == 0.0f ? 0.0f : x * s;
 #endif
 }
 
@@ -102,6 +136,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) float8_tile(const Argum
         uint4 v = {0, 0, 0, 0};
         if (has_columns && row + r < p.M) v = load_once(p.x + ((i64)(row + r) * p.pitch + column) * 2);
         w[r][0] = v.x, w[r][1] = v.y, w[r][2] = v.z, w[r][3] = v.w;
+#if THROUGH == 2
+        uint4 d = {0, 0, 0, 0};
+        if (has_columns && row + r < p.M) d = load_once(p.dy + ((i64)(row + r) * p.K + column) * 2);
+        const u32 dy[4] = {d.x, d.y, d.z, d.w};
+#elif THROUGH == 1
+        const u32 dy[4] = {0, 0, 0, 0};
+#endif
+#if THROUGH
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            w[r][i] = half_pair(through(value_of(w[r][i], 0), value_of(dy[i], 0), p),
+                                through(value_of(w[r][i], 1), value_of(dy[i], 1), p));
+#endif
     }
 
 #if SUMS

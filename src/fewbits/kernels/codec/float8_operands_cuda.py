@@ -28,9 +28,9 @@ class Arguments(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "multiplier", "rows", "row_scales")),
-        *((name, ctypes.c_void_p) for name in ("columns", "column_scales", "largest", "sums")),
+        *((name, ctypes.c_void_p) for name in ("columns", "column_scales", "largest", "sums", "dy")),
         *((name, ctypes.c_int) for name in ("M", "K", "pitch")),
-        *((name, ctypes.c_float) for name in ("epsilon", "overflow")),
+        *((name, ctypes.c_float) for name in ("epsilon", "overflow", "linear", "cubic")),
     ]
 
 
@@ -45,6 +45,34 @@ class Results(NamedTuple):
     column_scales: Tensor | None
 
 
+class Through(NamedTuple):
+    """What is rounded in place of x: ``x * sigmoid(linear * x + cubic * x**3)``, or its gradient.
+
+    Attributes:
+        linear: 0, with ``cubic`` 0, rounds x itself.
+        cubic: see above.
+        dy: (M, K) of x's type, contiguous, for the gradient; of no values for the activation.
+    """
+
+    linear: float
+    cubic: float
+    dy: Tensor
+
+    @property
+    def is_on(self) -> bool:
+        """Whether x goes through anything."""
+        return self.linear != 0.0 or self.cubic != 0.0
+
+
+class Others(NamedTuple):
+    """What a call takes beside x and its results. What is not wanted is of no values."""
+
+    multiplier: Tensor | None  # (1,), for one multiplier
+    largest: Tensor  # (1,)
+    sums: Tensor | None  # `sums_of_tiles`
+    through: Through
+
+
 class Call(NamedTuple):
     """What is launched."""
 
@@ -53,16 +81,21 @@ class Call(NamedTuple):
     grid: tuple[int, int, int]
 
 
-def fits(x: Tensor, rows: Tensor, columns: Tensor) -> bool:
-    """Whether the kernel reads x (M, K) and writes rows (M, K), columns (K, M): 8 and 16 bytes at a time."""
+def fits(x: Tensor, rows: Tensor, columns: Tensor, dy: Tensor | None = None) -> bool:
+    """Whether the kernel reads x (M, K) and writes rows (M, K), columns (K, M): 8 and 16 bytes at a time.
+
+    ``dy`` (M, K) or of no values is that of `Through`.
+    """
     M, K = x.shape
+    if dy is not None and dy.numel() and (dy.dtype != x.dtype or not dy.is_contiguous()):
+        return False
     return (
         x.numel() > 0
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(1) == 1
         and K % _ROW == x.stride(0) % _ROW == 0
         and (not columns.numel() or M % _COLUMN == 0)
-        and all(part.data_ptr() % 16 == 0 for part in (x, rows, columns))
+        and all(part.data_ptr() % 16 == 0 for part in (x, rows, columns, *(() if dy is None else (dy,))))
     )
 
 
@@ -77,46 +110,36 @@ def sums_of_tiles(x: Tensor) -> Tensor:
 
 
 def call_of_blocks(
-    x: Tensor,
-    results: Results,
-    *,
-    tile: bool,
-    power_of_two: bool,
-    epsilon: float,
-    sums: Tensor | None = None,
+    x: Tensor, results: Results, others: Others, *, tile: bool, power_of_two: bool, epsilon: float
 ) -> Call:
-    """The call of `block_multipliers` for what `fits` has passed; ``sums`` is of `sums_of_tiles`."""
+    """The call of `block_multipliers` for what `fits` has passed."""
     defines = {"WAY": _TILE if tile else _VALUES, "POWER_OF_TWO": power_of_two, "RECORD": False}
-    return _call(x, results, defines, (None, None, sums), epsilon)
+    return _call(x, results, defines, others, epsilon)
 
 
-def call_of_one(
-    x: Tensor, multiplier: Tensor, results: Results, largest: Tensor, sums: Tensor | None = None
-) -> Call:
-    """The call of `one_multiplier` for what `fits` has passed; ``largest`` of no values records nothing."""
-    record = largest if largest.numel() else None
-    defines = {"WAY": _ONE, "POWER_OF_TWO": False, "RECORD": record is not None}
-    return _call(x, results, defines, (multiplier, record, sums), 0.0)
+def call_of_one(x: Tensor, results: Results, others: Others) -> Call:
+    """The call of `one_multiplier` for what `fits` has passed; without results it only looks for the amax."""
+    defines = {"WAY": _ONE, "POWER_OF_TWO": False, "RECORD": others.largest.numel() > 0}
+    return _call(x, results, defines, others, 0.0)
 
 
-def _call(
-    x: Tensor,
-    results: Results,
-    defines: dict[str, int],
-    others: tuple[Tensor | None, Tensor | None, Tensor | None],
-    epsilon: float,
-) -> Call:
-    (M, K), (multiplier, largest, sums) = x.shape, others
-    defines = {**defines, "SUMS": sums is not None}
-    wants = {"ROWS": results.rows.numel() > 0, "COLUMNS": results.columns.numel() > 0}
+def _call(x: Tensor, results: Results, defines: dict[str, int], others: Others, epsilon: float) -> Call:
+    M, K = x.shape
+    through = others.through
+    wants: dict[str, int] = {"ROWS": results.rows.numel() > 0, "COLUMNS": results.columns.numel() > 0}
+    wants |= {"SUMS": others.sums is not None, "THROUGH": _way(through)}
     kinds = {"E5M2": results.rows.dtype == torch.float8_e5m2, "FLOAT16": x.dtype == torch.float16}
-    tensors = (x, multiplier, *results, largest, sums)
+    tensors = (x, others.multiplier, *results, others.largest, others.sums, through.dy)
     argument = Arguments(
         *(None if t is None else t.data_ptr() for t in tensors),
-        *(M, K, x.stride(0), epsilon, torch.finfo(x.dtype).max),
+        *(M, K, x.stride(0), epsilon, torch.finfo(x.dtype).max, through.linear, through.cubic),
     )
     macros = tuple((name, int(value)) for name, value in {**defines, **wants, **kinds}.items())
     return Call(argument, macros, (*programs(M, K, _SIDE, _SIDE), 1, 1))
+
+
+def _way(through: Through) -> int:
+    return 0 if not through.is_on else 2 if through.dy.numel() else 1
 
 
 def launch(call: Call, x: Tensor) -> None:

@@ -27,6 +27,8 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 _ROUNDED_ONCE = {"gelu", "relu", "silu"}  # by torch itself on a GPU: it computes in float32
+SMOOTH = {"gelu": (1.5957691216057308, 0.07135481627362448), "qgelu": (1.702, 0.0), "silu": (1.0, 0.0)}
+"""Activations ``x * sigmoid(linear * x + cubic * x**3)``; GELU's numbers are 2 sqrt(2 / pi) (1, 0.044715)."""
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu": _gelu,
     "glu": torch.sigmoid,

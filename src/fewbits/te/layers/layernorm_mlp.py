@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadInput
 from fewbits.te.active.numerics import Numerics, current_init
-from fewbits.te.layers.activations import GATED, activated, check_activation
+from fewbits.te.layers.activations import GATED, SMOOTH, activated, check_activation
 from fewbits.te.layers.linear import default_init
 from fewbits.te.layers.module import Module
 from fewbits.te.layers.norm import check_kind, first_scale, normalized
 from fewbits.te.layers.primary import hold_quantized
 from fewbits.te.layers.recompute import checkpoint
-from fewbits.te.products.product import ProductSettings, linear
+from fewbits.te.products.product import ProductSettings, activated_pair, fuses, linear
 from fewbits.te.products.weight_gradient import Later, gradient_keeper
 from fewbits.te.ranks.distributed import group_size
 from fewbits.te.ranks.parallel import after_product, before_product
@@ -156,13 +156,17 @@ class LayerNormMLP(Module):
         split = (self.sequence_parallel, self.tp_group, self.tp_size if self.set_parallel_mode else 1)
         whole = before_product(normed, "column", *split)
         forward, backward = self.prepare(numerics, whole.device)
-        plan = self._plan(0, numerics, forward, backward, first, dtype, whole)
-        hidden = linear(whole, self.fc1_weight, self.fc1_bias if self.use_bias else None, plan)
-        hidden = activated(hidden, self.activation, self.activation_params)
-        plan = self._plan(1, numerics, forward, backward, first, dtype, None)
+        words = (numerics, forward, backward, first, dtype)
+        plans = self._plan(0, *words, whole), self._plan(1, *words, None)
         bias = self.fc2_bias if self.use_bias and not self.return_bias else None
         summed = split[2] > 1
-        y = linear(hidden, self.fc2_weight, None if summed else bias, plan)
+        of_fc1 = (self.fc1_weight, self.fc1_bias if self.use_bias else None)
+        of_fc2 = (self.fc2_weight, None if summed else bias)
+        if self.activation in SMOOTH and fuses(whole, plans):
+            y = activated_pair(whole, SMOOTH[self.activation], (*of_fc1, *of_fc2), plans)
+        else:
+            hidden = activated(linear(whole, *of_fc1, plans[0]), self.activation, self.activation_params)
+            y = linear(hidden, *of_fc2, plans[1])
         y = after_product(y, "row", *split)
         return y + bias.to(y.dtype) if summed and bias is not None else y, normed
 

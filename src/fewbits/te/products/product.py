@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Packed
 from fewbits.kernels.codec.float8_operands import column_sums_ref
+from fewbits.kernels.codec.float8_operands_cuda import Through
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
 from fewbits.te.products.emulated import product_in_bfloat16
@@ -205,17 +206,66 @@ class _Product(torch.autograd.Function):
         return None if whole is None else whole.view(*lead, whole.shape[-1]), None, None, *gradients
 
 
+class _ActivatedPair(torch.autograd.Function):
+    """Two products with an activation between them, which exists in codes alone, as does its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        plans: tuple[ProductSettings, ProductSettings],
+        numbers: tuple[float, float],
+        *parameters: Tensor | None,
+    ) -> Tensor:
+        wants_dx, _, _, *wants = ctx.needs_input_grad
+        lead, x_MK = x.shape[:-1], _as_matrix(x)
+        w1, b1, w2, b2 = parameters
+        assert w1 is not None and w2 is not None
+        h, (of_x, of_w1) = _forward(x_MK, w1, b1, plans[0], (wants_dx, wants[0]))
+        wants_dh = wants_dx or wants[0] or wants[1]
+        through = Through(numbers[0], numbers[1], h[:0])
+        y, (of_a, of_w2) = _forward(h, w2, b2, plans[1], (wants_dh, wants[2]), through)
+        kept = [of_x if wants[0] else None, of_w1 if wants_dx else None]
+        kept += [of_a if wants[2] else None, of_w2 if wants_dh else None]
+        tensors, ctx.plans = _flatten([h if wants_dh else None, *kept])
+        ctx.save_for_backward(*tensors)
+        ctx.settings, ctx.numbers, ctx.wants_dh = plans, numbers, wants_dh
+        ctx.dtypes = [None if part is None else part.dtype for part in parameters]
+        return y.view(*lead, y.shape[-1])
+
+    @staticmethod
+    @once_differentiable("products with quantised operands", lambda ctx: True)
+    def backward(ctx: Any, whole_dy: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        h, of_x, of_w1, of_a, of_w2 = _rebuild(tensors, ctx.plans)
+        wants_dx, _, _, *wants = ctx.needs_input_grad
+        first, second = ctx.settings
+        lead, dy = whole_dy.shape[:-1], _as_matrix(whole_dy)
+        da, *of_second = _backward(dy, (of_a, of_w2), second, (ctx.wants_dh, *wants[2:]), ctx.dtypes[2:])
+        if not ctx.wants_dh:
+            return None, None, None, None, None, *of_second
+        assert da is not None
+        through = Through(ctx.numbers[0], ctx.numbers[1], da)
+        dx, *of_first = _backward(h, (of_x, of_w1), first, (wants_dx, *wants[:2]), ctx.dtypes[:2], through)
+        return None if dx is None else dx.view(*lead, dx.shape[-1]), None, None, *of_first, *of_second
+
+
 def _pieces(x: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
     return [x] if sizes is None else x.split(sizes)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _forward(
-    x_MK: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings, wants: tuple[bool, bool]
+    x_MK: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: ProductSettings,
+    wants: tuple[bool, bool],
+    through: Through | None = None,
 ) -> tuple[Tensor, list[Any]]:
-    """y (M, N), and what the backward pass keeps; ``wants``: dx, dw."""
+    """y (M, N), and what the backward pass keeps; ``wants``: dx, dw; ``through``: an activation of x."""
     wants_dx, wants_dw = wants
     own = plan.override is None
-    x = (plan.input or _IDENTITY).operand(x_MK, rows=True, columns=wants_dw and own)
+    x, _ = (plan.input or _IDENTITY).operand_with(x_MK, rows=True, columns=wants_dw and own, through=through)
     w = plan.weight_operand
     if w is None:
         w = (plan.weight or _IDENTITY).operand(weight.to(x_MK.dtype), rows=True, columns=wants_dx and own)
@@ -231,16 +281,16 @@ def _backward(
     plan: ProductSettings,
     wants: tuple[bool, bool, bool],
     dtypes: Sequence[torch.dtype | None],
+    through: Through | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), what was kept, and the types of weight and bias."""
+    """dx (M, K), dw (N, K) and db (N,) of dy (M, N), what was kept, and the types of weight and bias.
+
+    With ``through`` ``dy`` is what an activation was taken of, and ``through`` has the activation's gradient.
+    """
     wants_dx, wants_dw, wants_db = wants
     of_x, of_w = operands
     quantizer = (None if plan.override else plan.gradient) or _IDENTITY
-    sums = None
-    if wants_db and (wants_dx or wants_dw):
-        g, sums = quantizer.operand_and_sums(dy, rows=wants_dx, columns=wants_dw)
-    else:
-        g = quantizer.operand(dy, rows=wants_dx, columns=wants_dw)
+    g, sums = quantizer.operand_with(dy, rows=wants_dx, columns=wants_dw, sums=wants_db, through=through)
     dx = None
     if wants_dx and g.rows is not None:
         dx = product(g.rows, _multiplied(plan, of_w, dy.dtype), dy.dtype, short=plan.short[1])
@@ -305,6 +355,43 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ProductSettings
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     y: Tensor = _Product.apply(x, [plan], None, weight, bias)
     return y
+
+
+def fuses(x: Tensor, plans: Sequence[ProductSettings]) -> bool:
+    """Whether `activated_pair` is the faster way: on a GPU in 16 bits, by quantisers that have kernels.
+
+    x is (..., K).
+    """
+    quantizers = [q for plan in plans for q in (plan.input, plan.gradient)]
+    return (
+        x.device.type == "cuda"
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and all(q is not None and q.rounds_through for q in quantizers)
+        and all(plan.override is None for plan in plans)
+    )
+
+
+def activated_pair(
+    x: Tensor,
+    numbers: tuple[float, float],
+    parameters: Sequence[Tensor | None],
+    plans: tuple[ProductSettings, ProductSettings],
+) -> Tensor:
+    """``a(x @ w1.T + b1) @ w2.T + b2`` with ``a(h) = h * sigmoid(linear * h + cubic * h**3)``.
+
+    The activation and the gradient before it are rounded to x's type, and then to the plans' codes, in one
+    pass, and are never stored otherwise.
+
+    Args:
+        x: (..., K) floating point.
+        numbers: linear and cubic.
+        parameters: w1 (F, K), b1 (F,) or None, w2 (N, F), b2 (N,) or None.
+        plans: of the two products, each with quantisers and without an override.
+
+    Returns:
+        (..., N) in x's dtype.
+    """
+    return _ActivatedPair.apply(x, plans, numbers, *parameters)  # type: ignore[no-any-return]
 
 
 def linear_of_pieces(

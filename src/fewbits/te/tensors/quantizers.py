@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +26,9 @@ from fewbits.kernels.codec.float8_operands import (
     multiplier_and_scale,
     one_multiplier,
     record_amax,
+    through_ref,
 )
+from fewbits.kernels.codec.float8_operands_cuda import Through
 from fewbits.te.arithmetic.float4 import Float4, rotate
 from fewbits.te.arithmetic.microscaling import microscaled
 from fewbits.te.arithmetic.scaling import KIND
@@ -52,9 +55,11 @@ class Quantizer:
         rowwise_usage: whether `quantize` makes rows.
         columnwise_usage: whether it makes columns.
         tensor_class: what `quantize` returns.
+        rounds_through: whether `operand_with` takes an activation on the way.
     """
 
     tensor_class: ClassVar[type[QuantizedTensor]] = QuantizedTensor
+    rounds_through: ClassVar[bool] = False
     internal: bool = False
     optimize_for_gemm: bool = False
 
@@ -73,12 +78,17 @@ class Quantizer:
             "operand(x, rows=..., columns=...), which returns a fewbits.te.tensors.operand.Operand."
         )
 
-    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
-        """The operands of x (M, K), and the sums (K,) of its columns in float32: a bias's gradient.
+    def operand_with(
+        self, x_MK: Tensor, *, rows: bool, columns: bool, sums: bool = False, through: Through | None = None
+    ) -> tuple[Operand, Tensor | None]:
+        """The operands of x (M, K), and the sums (K,) of its columns in float32, a bias's gradient, or None.
 
-        Quantisers by kernels sum on the way, in another order.
+        ``through`` is an activation that takes x's place first. Quantisers by kernels do both on the way,
+        and sum in another order.
         """
-        return self.operand(x_MK, rows=rows, columns=columns), column_sums_ref(x_MK)
+        x_MK = x_MK if through is None else through_ref(x_MK.detach(), through)
+        of_columns = column_sums_ref(x_MK) if sums else None
+        return self.operand(x_MK, rows=rows, columns=columns), of_columns
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Which operands `quantize` makes; None leaves a choice as it is."""
@@ -151,13 +161,13 @@ def _per_tensor(
     x_MK: Tensor,
     pair: tuple[Tensor, Tensor],
     dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    largest: Tensor | None = None,
-    sums: Tensor | None = None,
+    wants: tuple[bool, bool],
+    others: tuple[Tensor | None, Tensor | None, Through | None],
 ) -> Operand:
-    multiplier, scales = pair
-    codes = one_multiplier(x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest, sums=sums)
+    (multiplier, scales), (rows, columns), (largest, sums, through) = pair, wants, others
+    codes = one_multiplier(
+        x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest, sums=sums, through=through
+    )
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
     shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
     by_row, by_column = (
@@ -167,12 +177,31 @@ def _per_tensor(
     return Operand(by_row, by_column)
 
 
-def _room_for_sums(x_MK: Tensor) -> Tensor:
-    return torch.empty(x_MK.shape[1], dtype=torch.float32, device=x_MK.device)
+class _ByKernels(Quantizer):
+    """Base of quantisers whose kernels take an activation and sum columns on the way."""
+
+    rounds_through = True
+
+    def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
+        """Codes of x (M, K), as the class says."""
+        return self._operand(x_MK, (rows, columns), None, None)
+
+    def operand_with(
+        self, x_MK: Tensor, *, rows: bool, columns: bool, sums: bool = False, through: Through | None = None
+    ) -> tuple[Operand, Tensor | None]:
+        """See `Quantizer.operand_with`."""
+        room = torch.empty(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
+        return self._operand(x_MK, (rows, columns), room, through), room
+
+    @abstractmethod
+    def _operand(
+        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
+    ) -> Operand:
+        """Codes, with the sums into ``sums``; x (M, K) goes through ``through`` first."""
 
 
-class Float8Quantizer(Quantizer):
-    """One scale a tensor, from a state that the owner updates: delayed scaling.
+class Float8Quantizer(_ByKernels):
+    """One scale a tensor, from a state that the owner updates: delayed scaling. The amax is recorded.
 
     Attributes:
         scale: () or (1,) float32, what values are multiplied by.
@@ -197,23 +226,16 @@ class Float8Quantizer(Quantizer):
         with torch.no_grad():
             record_amax(tensor, self.amax)
 
-    def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
-        """Codes under the state's scale; the amax is recorded."""
-        return self._operand(x_MK, rows, columns, None)
-
-    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
-        """See `Quantizer.operand_and_sums`."""
-        sums = _room_for_sums(x_MK)
-        return self._operand(x_MK, rows, columns, sums), sums
-
-    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
+    def _operand(
+        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
+    ) -> Operand:
         multiplier = self.scale.detach().reshape(1)
         pair = (multiplier, (1.0 / multiplier).reshape(1))
-        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), rows, columns, self.amax.detach(), sums)
+        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), wants, (self.amax.detach(), sums, through))
 
 
-class Float8CurrentScalingQuantizer(Quantizer):
-    """One scale a tensor, from its own amax."""
+class Float8CurrentScalingQuantizer(_ByKernels):
+    """One scale a tensor, from its own amax: the one that brings it to the largest code."""
 
     tensor_class = Float8Tensor
 
@@ -238,28 +260,25 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
-    def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
-        """Codes under the scale that brings the amax to the largest code."""
-        return self._operand(x_MK, rows, columns, None)
-
-    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
-        """See `Quantizer.operand_and_sums`."""
-        sums = _room_for_sums(x_MK)
-        return self._operand(x_MK, rows, columns, sums), sums
-
-    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
-        amax = amax_of(x_MK)
+    def _operand(
+        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
+    ) -> Operand:
+        if through is None:
+            amax = amax_of(x_MK)
+        else:
+            amax = torch.zeros(1, dtype=torch.float32, device=x_MK.device)
+            record_amax(x_MK, amax, through)
         if self.with_amax_reduction:
             amax = largest_of_group(amax, self.amax_reduction_group)
         dtype = float8_dtype(self.dtype)
         multiplier, scale = multiplier_and_scale(
             amax, dtype, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon
         )
-        return _per_tensor(x_MK, (multiplier, scale), dtype, rows, columns, sums=sums)
+        return _per_tensor(x_MK, (multiplier, scale), dtype, wants, (None, sums, through))
 
 
-class Float8BlockQuantizer(Quantizer):
-    """128 values along the summed axis, or a tile of 128 x 128, share a scale."""
+class Float8BlockQuantizer(_ByKernels):
+    """128 values along the summed axis, or a tile of 128 x 128, share a scale; the last ones may be fewer."""
 
     tensor_class = Float8BlockwiseQTensor
 
@@ -278,26 +297,20 @@ class Float8BlockQuantizer(Quantizer):
         self.amax_epsilon, self.force_pow_2_scales = amax_epsilon, force_pow_2_scales
         self.block_scaling_dim, self.block_len = block_scaling_dim, 128
 
-    def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
-        """Codes by blocks; the last block of a row or column may be short."""
-        return self._operand(x_MK, rows, columns, None)
-
-    def operand_and_sums(self, x_MK: Tensor, *, rows: bool, columns: bool) -> tuple[Operand, Tensor]:
-        """See `Quantizer.operand_and_sums`."""
-        sums = _room_for_sums(x_MK)
-        return self._operand(x_MK, rows, columns, sums), sums
-
-    def _operand(self, x_MK: Tensor, rows: bool, columns: bool, sums: Tensor | None) -> Operand:
+    def _operand(
+        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
+    ) -> Operand:
         dtype, tile = float8_dtype(self.dtype), self.block_scaling_dim != 1
         sides = block_multipliers(
             x_MK,
             dtype,
-            rows=rows,
-            columns=columns,
+            rows=wants[0],
+            columns=wants[1],
             tile=tile,
             power_of_two=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
             sums=sums,
+            through=through,
         )
         block = (128, 128) if tile else (1, 128)
         name = f"float8_{KIND[dtype]}_{block[0]}x{block[1]}"
