@@ -1,6 +1,6 @@
 """What each recipe of `fewbits.te` makes of a training from nothing: a Llama of 105M parameters.
 
-    python benchmarks/quality/te_learning.py --data ../shared/data [--recipes bfloat16 delayed ...] [--seeds 0 1 2]
+    python benchmarks/quality/te_learning.py --data ../shared/data [--recipes delayed ...] [--seeds 0 1 2]
 
 The text and the tokens are those of `train_llama_100m.py`; eight `te.TransformerLayer` of 1024 (RMSNorm,
 SwiGLU of 3072, 16 heads over 4 of keys, rotary positions, no biases), tied embeddings in bfloat16, float32

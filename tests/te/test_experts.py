@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,9 +204,52 @@ def test_one_parameter_for_all_pieces(one_bias: bool, way: str) -> None:
     assert torch.equal(back.weight2, one.weight[2])
 
 
-def test_one_parameter_for_all_pieces_is_never_quantised_alone() -> None:
-    with te.quantized_model_init(recipe=Float8BlockScaling()), pytest.raises(Unsupported, match="weight0"):
-        te.GroupedLinear(2, 4, 4, single_grouped_weight=True, device="cpu")
+@pytest.mark.parametrize(
+    "name", ["Float8CurrentScaling", "Float8BlockScaling", "DelayedScaling", "MXFP8BlockScaling"]
+)
+def test_one_parameter_for_all_pieces_may_be_quantised_alone(name: str, tmp_path: Path) -> None:
+    """As a parameter for each piece: through steps of an optimizer, files and state dicts."""
+    recipe = getattr(te.recipe, name)()
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        several = te.GroupedLinear(3, 64, 32, device="cpu", bias=False)
+        words = {"single_grouped_weight": True, "single_grouped_bias": True}
+        one = te.GroupedLinear(3, 64, 32, device="cpu", bias=False, **words)
+    assert one.weight.shape == (3, 32, 64) and len(list(one.parameters())) == 1
+    assert one.weight.get_high_precision_init_val().shape == (3, 32, 64)
+    with torch.no_grad():
+        values = torch.randn(3, 32, 64)
+        for i in range(3):
+            getattr(several, f"weight{i}").copy_(values[i])
+        one.weight.copy_(values)
+    one.load_state_dict(one.state_dict())
+    x, dy = torch.randn(24, 64), torch.randn(24, 32)
+    results = []
+    for layer in (several, one):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            leaf = x.clone().requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = layer(leaf, [8, 0, 16])
+            y.backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = [layer.weight] if layer is one else [getattr(layer, f"weight{i}") for i in range(3)]
+        values = torch.cat([w.dequantize().view(-1, 64) for w in weights])
+        results.append((y.detach(), leaf.grad, values))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    torch.save(one.state_dict(), tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(loaded["weight"].dequantize(), one.weight.dequantize())
+    with te.quantized_model_init(recipe=recipe):
+        again = te.GroupedLinear(3, 64, 32, device="cpu", bias=False, single_grouped_weight=True)
+    again.load_state_dict(loaded)
+    assert torch.equal(again.weight.dequantize(), one.weight.dequantize())
+    plain = te.GroupedLinear(3, 64, 32, device="cpu", bias=False)
+    plain.load_state_dict(loaded)
+    assert torch.equal(plain.weight1, one.weight[1])
+    with pytest.raises(BadInput, match="members"):
+        one.weight.operand()
 
 
 def test_quantile_balancing_counts_the_biases_that_tokens_need() -> None:

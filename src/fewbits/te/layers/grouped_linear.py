@@ -12,10 +12,11 @@ from fewbits.errors import BadInput
 from fewbits.te.active.numerics import Numerics, current_init
 from fewbits.te.layers.linear import default_init
 from fewbits.te.layers.module import Module, refuse
-from fewbits.te.layers.primary import hold_quantized
+from fewbits.te.layers.primary import hold_quantized, hold_quantized_group
 from fewbits.te.products.product import ProductSettings, linear_of_pieces
 from fewbits.te.products.weight_gradient import Later, Place, gradient_keeper
 from fewbits.te.support import default_device
+from fewbits.te.tensors.grouped_tensor import GroupedQuantizedTensor, members_of
 from fewbits.te.tensors.quantized_tensor import QuantizedTensor
 
 
@@ -28,8 +29,8 @@ class GroupedLinear(Module):
         out_features: N.
         return_bias: return (y without biases, list of biases).
         parallel_mode: more than one rank is refused, as experts are spread by whole layers.
-        single_grouped_weight: one parameter ``weight`` (pieces, N, K) instead; refused for weights that exist
-            quantised alone. State dicts of either kind load into either.
+        single_grouped_weight: one parameter ``weight`` (pieces, N, K) instead. State dicts of either kind
+            load into either.
         single_grouped_bias: one parameter ``bias`` (pieces, N) instead.
         use_grouped_tensor: gradients of biases do not wait with ``delay_wgrad_compute``, as there.
 
@@ -67,12 +68,8 @@ class GroupedLinear(Module):
     ) -> None:
         super().__init__(name, num_products=num_gemms)
         refuse(tp_size > 1, "tensor parallelism inside GroupedLinear", "give each rank whole experts")
-        refuse(
-            single_grouped_weight and current_init().enabled,
-            "single_grouped_weight inside quantized_model_init",
-            "leave it False there, for weight0, weight1 and so on",
-        )
-        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias and bias
         self.use_grouped_tensor = bool(use_grouped_tensor)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
@@ -86,6 +83,8 @@ class GroupedLinear(Module):
                 setattr(self, f"bias{i}", torch.empty(0, dtype=like[0], device=like[1]))
         self.later = [Later() for _ in range(num_gemms)] if delay_wgrad_compute else []
         self.reset_parameters(defer_init=like[1].type == "meta")
+        if single_grouped_weight:
+            hold_quantized_group(self, "weight", current_init())
         for i in range(0 if single_grouped_weight else num_gemms):
             hold_quantized(self, [f"weight{i}"], current_init(), 3 * i + 1)
 
@@ -109,7 +108,7 @@ class GroupedLinear(Module):
     def _members(self, word: str) -> list[Tensor]:
         """The weights (N, K) or the biases (N,), of one parameter or of several."""
         if isinstance(self._place(word, 0), tuple):
-            return list(getattr(self, word).unbind(0))
+            return list(members_of(getattr(self, word)))
         return [getattr(self, f"{word}{i}") for i in range(self.num_gemms)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -176,11 +175,13 @@ class GroupedLinear(Module):
     ) -> ProductSettings:
         x, weight, bias = tensors
         places, quantizer = [self._place("weight", i)], forward[3 * i + 1]
+        whole = self.weight if self.single_grouped_weight else None
+        held = whole.members[i] if isinstance(whole, GroupedQuantizedTensor) else weight
         return ProductSettings(
             input=forward[3 * i],
             weight=quantizer,
             gradient=backward[2 * i],
-            weight_operand=self.weight_operand(f"weight{i}", weight, quantizer, first, x.dtype),
+            weight_operand=self.weight_operand(f"weight{i}", held, quantizer, first, x.dtype),
             override=numerics.recipe.backward_override if numerics.enabled and numerics.recipe else None,
             short=numerics.recipe.short_sums() if numerics.recipe else (False,) * 3,
             keep_weight_gradient=gradient_keeper(self, places, self.fuse_wgrad_accumulation),

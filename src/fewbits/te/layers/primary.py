@@ -9,6 +9,7 @@ from torch import nn
 
 from fewbits.te.active.numerics import WeightInit
 from fewbits.te.layers.module import Module, refuse
+from fewbits.te.tensors.grouped_tensor import GroupedQuantizedTensor
 
 
 def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot: int = 1) -> None:
@@ -42,3 +43,23 @@ def hold_quantized(module: Module, names: Sequence[str], init: WeightInit, slot:
         if init.preserve_high_precision_init_val:
             held.keep_high_precision_init_val(weight.detach().cpu())  # type: ignore[attr-defined]
         setattr(module, name, held)
+
+
+def hold_quantized_group(module: Module, name: str, init: WeightInit) -> None:
+    """`hold_quantized` for one parameter of several matrices (G, N, K), the i-th in forward slot 3 i + 1."""
+    if not init.enabled or init.recipe is None:
+        return
+    weight = getattr(module, name)
+    if weight.device.type == "meta":
+        module.after_reset.append((hold_quantized_group, (name, init)))
+        return
+    forward, _ = module.slots_of(init.recipe, weight.device)
+    quantizers = forward.quantizers[1::3]
+    if any(quantizer is None for quantizer in quantizers):
+        return
+    with torch.no_grad():
+        members = [q.quantize(w) for q, w in zip(quantizers, weight.detach(), strict=True) if q is not None]
+        held = nn.Parameter(GroupedQuantizedTensor(members), weight.requires_grad)
+    if init.preserve_high_precision_init_val:
+        held.keep_high_precision_init_val(weight.detach().cpu())  # type: ignore[attr-defined]
+    setattr(module, name, held)

@@ -95,6 +95,34 @@ class QuantizedTensor(Tensor):
             None if rowwise_usage is False else rows, None if columnwise_usage is False else columns
         )
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """A tensor of the same shape with the codes and scales after ``move``, which keeps their types."""
+
+        def packed(part: Any) -> Any:
+            if isinstance(part, Packed):
+                parts = {name: move(value) for name, value in part.parts.items()}
+                return Packed(part.format, part.shape, part.dtype, parts)
+            return None if part is None else move(part)
+
+        columns = _by_rows_on_a_gpu(packed(self._operand.columns))
+        operand = Operand(packed(self._operand.rows), columns)
+        first = operand.rows if operand.rows is not None else operand.columns
+        device = first.codes.device if isinstance(first, Packed) else getattr(first, "device", self.device)
+        return type(self)(_Like(self.shape, self.dtype, device), operand, self._quantizer)
+
+    def take_codes_of(self, other: QuantizedTensor) -> None:
+        """Take on the codes of a tensor of the same layout (and shape), as they are."""
+        same = other.moved(lambda part: part.to(self.device, copy=True))
+        self._operand = same.operand()
+
+    def layout_of_codes(self) -> tuple[Any, ...]:
+        """What two tensors must share for one to take the other's codes."""
+        sides = [
+            (p.format, tuple(p.shape), p.dtype) if isinstance(p, Packed) else type(p)
+            for p in (self._operand.rows, self._operand.columns)
+        ]
+        return (type(self), self.dtype, tuple(self.shape), *sides)
+
     # The value before the first rounding, for an optimizer's master weights
 
     def keep_high_precision_init_val(self, value: Tensor) -> None:
@@ -269,21 +297,6 @@ def _by_rows_on_a_gpu(packed: Any) -> Any:
     return Packed(packed.format, packed.shape, packed.dtype, parts)
 
 
-def _moved(tensor: QuantizedTensor, move: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-    """The same codes and scales after ``move``, which keeps their types."""
-
-    def packed(part: Any) -> Any:
-        if isinstance(part, Packed):
-            parts = {name: move(value) for name, value in part.parts.items()}
-            return Packed(part.format, part.shape, part.dtype, parts)
-        return None if part is None else move(part)
-
-    operand = Operand(packed(tensor._operand.rows), _by_rows_on_a_gpu(packed(tensor._operand.columns)))
-    first = operand.rows if operand.rows is not None else operand.columns
-    device = first.codes.device if isinstance(first, Packed) else getattr(first, "device", tensor.device)
-    return type(tensor)(_Like(tensor.shape, tensor.dtype, device), operand, tensor._quantizer)
-
-
 class _Like:
     """Shape, type and device of a tensor that need not exist."""
 
@@ -292,38 +305,27 @@ class _Like:
 
 
 def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
-    return _moved(tensor, lambda part: part)
+    return tensor.moved(lambda part: part)
 
 
 def _clone(tensor: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
-    return _moved(tensor, torch.clone)
+    return tensor.moved(torch.clone)
 
 
 def _to_copy(tensor: QuantizedTensor, **options: Any) -> QuantizedTensor | None:
     """Another device keeps the codes; another type does not."""
     if options.get("dtype") not in (None, tensor.dtype) or options.get("device") is None:
         return None
-    return _moved(tensor, lambda part: part.to(options["device"], copy=True))
+    return tensor.moved(lambda part: part.to(options["device"], copy=True))
 
 
 def _copy(target: Any, source: Tensor, non_blocking: bool = False) -> QuantizedTensor | None:
     if not isinstance(target, QuantizedTensor):
         return None
-    if isinstance(source, QuantizedTensor) and _layout(source) == _layout(target):
-        same = _moved(source, lambda part: part.to(target.device, copy=True))
-        target._operand = same.operand()  # codes stay codes: under other scales they would be rounded again
+    if isinstance(source, QuantizedTensor) and source.layout_of_codes() == target.layout_of_codes():
+        target.take_codes_of(source)  # codes stay codes: under other scales they would be rounded again
         return target
     return target.quantize_(source)
-
-
-def _layout(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    """What two tensors must share for one to take the other's codes."""
-    operand = tensor.operand()
-    sides = [
-        (p.format, tuple(p.shape), p.dtype) if isinstance(p, Packed) else type(p)
-        for p in (operand.rows, operand.columns)
-    ]
-    return (type(tensor), tensor.dtype, tuple(tensor.shape), *sides)
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {

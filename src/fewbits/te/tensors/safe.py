@@ -10,6 +10,7 @@ from fewbits.formats.base import Packed
 from fewbits.formats.float8 import Float8
 from fewbits.te.arithmetic.float4 import Float4
 from fewbits.te.arithmetic.microscaling import Microscaled
+from fewbits.te.tensors.grouped_tensor import rebuild_grouped
 from fewbits.te.tensors.operand import Operand
 from fewbits.te.tensors.quantized_tensor import QuantizedTensor, rebuild
 from fewbits.te.tensors.quantizers import Quantizer
@@ -17,8 +18,8 @@ from fewbits.te.tensors.roles import DType
 
 
 def safe_globals() -> list[Any]:
-    """Classes of data, and one function that puts them together: none runs code of the file."""
-    classes: list[Any] = [rebuild, Packed, Float8, Float4, Microscaled, Operand, DType]
+    """Classes of data, and functions that put them together: none runs code of the file."""
+    classes: list[Any] = [rebuild, rebuild_grouped, Packed, Float8, Float4, Microscaled, Operand, DType]
     for base in (QuantizedTensor, Quantizer):
         waiting: list[Any] = [base]
         while waiting:
