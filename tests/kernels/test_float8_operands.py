@@ -15,6 +15,7 @@ from fewbits.kernels.codec import float8_operands as module
 from fewbits.kernels.codec import float8_operands_cuda as by_hand
 from fewbits.kernels.codec.float8_operands import (
     BlockArguments,
+    OnTheWay,
     amax_of,
     amax_ref,
     block_multipliers,
@@ -27,7 +28,7 @@ from fewbits.kernels.codec.float8_operands import (
     record_amax,
     through_ref,
 )
-from fewbits.kernels.codec.float8_operands_cuda import Through
+from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.kernels.codec.float8_operands_triton import (
     launch_amax,
     launch_blocks,
@@ -39,7 +40,7 @@ from tests.kernels import emulated
 from tests.kernels.test_quantize_float8 import assert_codes, operand, same
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-NOTHING = Through(0.0, 0.0, torch.empty(0))
+NOTHING = SmoothActivation(0.0, 0.0, torch.empty(0))
 needs_compiler = pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
 SHAPES = [(1, 1), (3, 7), (130, 260), (256, 128)]
 
@@ -214,9 +215,9 @@ def test_cuda_operands_and_the_compiler() -> None:
         largest = torch.zeros(1, device="cuda")
         record_amax(x, largest)
         sums = torch.empty(2, 384, device="cuda")
-        rows, columns = one_multiplier(x, multiplier, E4, rows=True, columns=True, sums=sums[0])
+        rows, columns = one_multiplier(x, multiplier, E4, rows=True, columns=True, beside=OnTheWay(sums[0]))
         blocks, _ = block_multipliers(
-            x, E4, rows=True, columns=False, tile=False, power_of_two=True, sums=sums[1]
+            x, E4, rows=True, columns=False, tile=False, power_of_two=True, beside=OnTheWay(sums[1])
         )
         assert_sums(x, sums[0]) if not torch.compiler.is_compiling() else None
         assert rows is not None and columns is not None and blocks is not None
@@ -241,14 +242,16 @@ def test_activations_and_their_gradients(name: str) -> None:
     dy = torch.randn(40, 48)
     y = function(x)
     y.backward(dy)
-    forward, backward = Through(linear, cubic, x[:0]), Through(linear, cubic, dy)
+    forward, backward = SmoothActivation(linear, cubic, x[:0]), SmoothActivation(linear, cubic, dy)
     torch.testing.assert_close(through_ref(x.detach(), forward), y.detach())
     torch.testing.assert_close(through_ref(x.detach(), backward), x.grad, rtol=1e-4, atol=1e-5)
     far = torch.tensor([[-1e18, 1e18, -200.0, 200.0]])
-    assert through_ref(far, Through(linear, cubic, torch.ones(1, 4))).tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    assert through_ref(far, SmoothActivation(linear, cubic, torch.ones(1, 4))).tolist() == [
+        [0.0, 1.0, 0.0, 1.0]
+    ]
     largest, sums = torch.zeros(1), torch.empty(48)
-    words = {"rows": True, "columns": True, "sums": sums, "largest": largest}
-    rows, columns = one_multiplier(x, torch.tensor([2.0]), E4, through=forward, **words)
+    words = {"rows": True, "columns": True, "largest": largest}
+    rows, columns = one_multiplier(x, torch.tensor([2.0]), E4, beside=OnTheWay(sums, forward), **words)
     plain = one_multiplier(y, torch.tensor([2.0]), E4, rows=True, columns=True)
     assert rows is not None and columns is not None and plain[0] is not None
     assert_near(rows, plain[0]) and assert_near(columns.t(), plain[0])
@@ -258,7 +261,7 @@ def test_activations_and_their_gradients(name: str) -> None:
     record_amax(x, alone, forward)
     assert alone == largest
     blocks, _ = block_multipliers(
-        x, E4, rows=True, columns=False, tile=False, power_of_two=True, through=forward
+        x, E4, rows=True, columns=False, tile=False, power_of_two=True, beside=OnTheWay(None, forward)
     )
     need, _ = block_multipliers(y, E4, rows=True, columns=False, tile=False, power_of_two=True)
     assert blocks is not None and need is not None
@@ -361,7 +364,7 @@ def check_through(libraries: Path, way: str, backward: bool, device: str) -> Non
     x = (torch.randn(144, 264, device=device) * 3).to(kind)
     x[3, 5:9] = torch.tensor([300.0, -300.0, 0.0, -9.0])
     dy = torch.randn(144, 264, device=device).to(kind) if backward else x[:0]
-    through = Through(linear, cubic, dy)
+    through = SmoothActivation(linear, cubic, dy)
     need = through_ref(x, through)
     codes = [_outputs(x, E4, side, True) for side in (0, 1)]
     largest, sums = torch.zeros(1, device=device), by_hand.sums_of_tiles(x)
@@ -428,7 +431,7 @@ def test_the_cuda_kernel_compiles() -> None:
             others = by_hand.Others(None, torch.empty(0), None, NOTHING)
             call = by_hand.call_of_blocks(x, results, others, tile=tile, power_of_two=True, epsilon=0.0)
             assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"
-        for through in (NOTHING, Through(1.0, 0.0, torch.empty(0)), Through(1.0, 0.1, x)):
+        for through in (NOTHING, SmoothActivation(1.0, 0.0, torch.empty(0)), SmoothActivation(1.0, 0.1, x)):
             others = by_hand.Others(torch.ones(1), torch.zeros(1), by_hand.sums_of_tiles(x), through)
             call = by_hand.call_of_one(x, results, others)
             assert nvrtc.cubin(by_hand.SOURCE, call.defines, capability)[:4] == b"\x7fELF"

@@ -14,7 +14,7 @@ from fewbits.errors import BadInput
 from fewbits.formats.base import Packed
 from fewbits.formats.bits import unpack_bits
 from fewbits.kernels.codec.float8_operands import through_ref
-from fewbits.kernels.codec.float8_operands_cuda import Through
+from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.kernels.codec.small_blocks import e2m1_values
 from fewbits.te.layers import layernorm_mlp
 from fewbits.te.layers.activations import SMOOTH
@@ -258,12 +258,12 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, numbers: tuple[float, float]) -> Tensor:
         ctx.save_for_backward(h)
         ctx.numbers = numbers
-        return through_ref(h, Through(*numbers, h[:0]))
+        return through_ref(h, SmoothActivation(*numbers, h[:0]))
 
     @staticmethod
     def backward(ctx: Any, da: Tensor) -> tuple[Tensor, None]:
         (h,) = ctx.saved_tensors
-        return through_ref(h, Through(*ctx.numbers, da)), None
+        return through_ref(h, SmoothActivation(*ctx.numbers, da)), None
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])

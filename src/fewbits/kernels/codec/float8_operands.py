@@ -30,7 +30,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.blocks import from_blocks, scale_shape, to_blocks
 from fewbits.kernels.codec import float8_operands_cuda as by_hand
-from fewbits.kernels.codec.float8_operands_cuda import Through
+from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.kernels.codec.float8_operands_triton import (
     launch_amax,
     launch_blocks,
@@ -92,7 +92,7 @@ def one_multiplier_ref(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Ten
     return to_float8(x.float() * multiplier, dtype)
 
 
-def through_ref(x: Tensor, through: Through) -> Tensor:
+def through_ref(x: Tensor, through: SmoothActivation) -> Tensor:
     """What is rounded in place of x (M, K), in x's dtype: x itself where nothing is asked for."""
     if not through.is_on:
         return x
@@ -187,7 +187,7 @@ class OneArguments(NamedTuple):
     columns: Tensor  # (K, M)
     largest: Tensor  # (1,)
     sums: Tensor  # (K,), of columns
-    through: Through
+    through: SmoothActivation
 
 
 def _write_one(o: OneArguments) -> None:
@@ -240,7 +240,7 @@ class BlockArguments(NamedTuple):
     columns: Tensor  # (K, M), or of no values
     column_scales: Tensor
     sums: Tensor  # (K,), of columns; or of no values
-    through: Through
+    through: SmoothActivation
 
 
 def _write_blocks(o: BlockArguments) -> None:
@@ -285,6 +285,21 @@ def _cuda_blocks(o: BlockArguments) -> None:
 _blocks.register_kernel("cuda")(one_by_one(_cuda_blocks))
 
 
+class OnTheWay(NamedTuple):
+    """What a quantisation of x (M, K) does beside its codes.
+
+    Attributes:
+        sums: (K,) float32, filled with the sums of x's columns; None sums nothing.
+        through: an activation that takes x's place first, or its gradient; None: x as it is.
+    """
+
+    sums: Tensor | None = None
+    through: SmoothActivation | None = None
+
+
+_NOTHING = OnTheWay()
+
+
 # 3. The public functions. They have no gradient: they are what autograd nodes of whole layers are made of.
 
 
@@ -297,15 +312,16 @@ def amax_of(x: Tensor) -> Tensor:
     return largest
 
 
-def record_amax(x: Tensor, largest: Tensor, through: Through | None = None) -> None:
+def record_amax(x: Tensor, largest: Tensor, through: SmoothActivation | None = None) -> None:
     """Raise ``largest``, one float32 that is not negative, to the largest magnitude of x (any shape).
 
     With ``through`` x is (M, K), and the magnitude is that of what takes its place.
     """
     x = x.detach()
     if through is not None:
-        words = {"rows": False, "columns": False, "largest": largest, "through": through}
-        one_multiplier(x, torch.ones_like(largest), torch.float8_e4m3fn, **words)  # type: ignore[arg-type]
+        beside = OnTheWay(through=through)
+        one = torch.ones_like(largest)
+        one_multiplier(x, one, torch.float8_e4m3fn, rows=False, columns=False, largest=largest, beside=beside)
         return
     if x.device.type == "cpu":
         _raise_to(largest, x)
@@ -344,8 +360,7 @@ def one_multiplier(
     rows: bool,
     columns: bool,
     largest: Tensor | None = None,
-    sums: Tensor | None = None,
-    through: Through | None = None,
+    beside: OnTheWay = _NOTHING,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Codes of x and of its transpose under one multiplier.
 
@@ -356,25 +371,24 @@ def one_multiplier(
         rows: whether codes (M, K) are wanted.
         columns: whether codes (K, M) are.
         largest: one float32, raised to the largest magnitude of x on the way; None records nothing.
-        sums: (K,) float32, filled with the sums of x's columns on the way; None sums nothing.
-        through: an activation that takes x's place, or its gradient.
+        beside: what else is done on the way.
 
     Returns:
         The two, or None for what is not wanted; on a GPU both are contiguous.
     """
     x = _as_rows(x, dtype)
     if x.device.type == "cpu":  # whose products take a transpose as it is
-        x = x if through is None else through_ref(x, through)
+        x = x if beside.through is None else through_ref(x, beside.through)
         if largest is not None:
             record_amax(x, largest)
-        if sums is not None:
-            _write_sums(sums, x)
+        if beside.sums is not None:
+            _write_sums(beside.sums, x)
         codes = one_multiplier_ref(x, multiplier, dtype)
         return codes if rows else None, codes.t() if columns else None
     M, K = x.shape
     by_row, by_column = _codes(x, (M, K), dtype, rows), _codes(x, (K, M), dtype, columns)
-    record, of_columns = (t if t is not None else multiplier.new_empty(0) for t in (largest, sums))
-    through = Through(0.0, 0.0, x[:0]) if through is None else through
+    record, of_columns = (t if t is not None else multiplier.new_empty(0) for t in (largest, beside.sums))
+    through = SmoothActivation(0.0, 0.0, x[:0]) if beside.through is None else beside.through
     arguments = OneArguments(x, multiplier, by_row, by_column, record, of_columns, through)
     run(_one, _cuda_one, x, arguments)
     return by_row if rows else None, by_column if columns else None
@@ -389,8 +403,7 @@ def block_multipliers(
     tile: bool,
     power_of_two: bool,
     epsilon: float = 0.0,
-    sums: Tensor | None = None,
-    through: Through | None = None,
+    beside: OnTheWay = _NOTHING,
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """Codes and scales of x, and of its transpose, by blocks of 128.
 
@@ -402,8 +415,7 @@ def block_multipliers(
         tile: blocks are of 128 x 128.
         power_of_two: multipliers are rounded down to one.
         epsilon: amaxes are at least this.
-        sums: (K,) float32, filled with the sums of x's columns on the way; None sums nothing.
-        through: an activation that takes x's place, or its gradient.
+        beside: what else is done on the way.
 
     Returns:
         Codes (M, K), contiguous, and scales (M, ceil(K / 128)), each column contiguous, or of tiles
@@ -419,8 +431,8 @@ def block_multipliers(
         shape = ((tall, wide) if tile else (wide, tall)) if is_asked_for else (0, 0)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)
         sides.append((codes, scales if tile else scales.t()))
-    of_columns = torch.empty(0, dtype=torch.float32, device=x.device) if sums is None else sums
-    through = Through(0.0, 0.0, x[:0]) if through is None else through
+    of_columns = torch.empty(0, dtype=torch.float32, device=x.device) if beside.sums is None else beside.sums
+    through = SmoothActivation(0.0, 0.0, x[:0]) if beside.through is None else beside.through
     arguments = BlockArguments(x, tile, power_of_two, epsilon, *sides[0], *sides[1], of_columns, through)
     if x.device.type == "cpu":
         _write_blocks(arguments)

@@ -45,7 +45,7 @@ class Results(NamedTuple):
     column_scales: Tensor | None
 
 
-class Through(NamedTuple):
+class SmoothActivation(NamedTuple):
     """What is rounded in place of x: ``x * sigmoid(linear * x + cubic * x**3)``, or its gradient.
 
     Attributes:
@@ -70,7 +70,7 @@ class Others(NamedTuple):
     multiplier: Tensor | None  # (1,), for one multiplier
     largest: Tensor  # (1,)
     sums: Tensor | None  # `sums_of_tiles`
-    through: Through
+    through: SmoothActivation
 
 
 class Call(NamedTuple):
@@ -84,7 +84,7 @@ class Call(NamedTuple):
 def fits(x: Tensor, rows: Tensor, columns: Tensor, dy: Tensor | None = None) -> bool:
     """Whether the kernel reads x (M, K) and writes rows (M, K), columns (K, M): 8 and 16 bytes at a time.
 
-    ``dy`` (M, K) or of no values is that of `Through`.
+    ``dy`` (M, K) or of no values is that of `SmoothActivation`.
     """
     M, K = x.shape
     if dy is not None and dy.numel() and (dy.dtype != x.dtype or not dy.is_contiguous()):
@@ -138,7 +138,7 @@ def _call(x: Tensor, results: Results, defines: dict[str, int], others: Others, 
     return Call(argument, macros, (*programs(M, K, _SIDE, _SIDE), 1, 1))
 
 
-def _way(through: Through) -> int:
+def _way(through: SmoothActivation) -> int:
     return 0 if not through.is_on else 2 if through.dy.numel() else 1
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fewbits.formats.base import Packed
 from fewbits.kernels.codec.float8_operands import column_sums_ref
-from fewbits.kernels.codec.float8_operands_cuda import Through
+from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
 from fewbits.te.products.emulated import product_in_bfloat16
@@ -223,11 +223,11 @@ class _ActivatedPair(torch.autograd.Function):
         assert w1 is not None and w2 is not None
         h, (of_x, of_w1) = _forward(x_MK, w1, b1, plans[0], (wants_dx, wants[0]))
         wants_dh = wants_dx or wants[0] or wants[1]
-        through = Through(numbers[0], numbers[1], h[:0])
+        through = SmoothActivation(numbers[0], numbers[1], h[:0])
         y, (of_a, of_w2) = _forward(h, w2, b2, plans[1], (wants_dh, wants[2]), through)
-        kept = [of_x if wants[0] else None, of_w1 if wants_dx else None]
-        kept += [of_a if wants[2] else None, of_w2 if wants_dh else None]
-        tensors, ctx.plans = _flatten([h if wants_dh else None, *kept])
+        operands = [of_x if wants[0] else None, of_w1 if wants_dx else None]
+        operands += [of_a if wants[2] else None, of_w2 if wants_dh else None]
+        tensors, ctx.plans = _flatten([h if wants_dh else None, *operands])
         ctx.save_for_backward(*tensors)
         ctx.settings, ctx.numbers, ctx.wants_dh = plans, numbers, wants_dh
         ctx.dtypes = [None if part is None else part.dtype for part in parameters]
@@ -245,7 +245,7 @@ class _ActivatedPair(torch.autograd.Function):
         if not ctx.wants_dh:
             return None, None, None, None, None, *of_second
         assert da is not None
-        through = Through(ctx.numbers[0], ctx.numbers[1], da)
+        through = SmoothActivation(ctx.numbers[0], ctx.numbers[1], da)
         dx, *of_first = _backward(h, (of_x, of_w1), first, (wants_dx, *wants[:2]), ctx.dtypes[:2], through)
         return None if dx is None else dx.view(*lead, dx.shape[-1]), None, None, *of_first, *of_second
 
@@ -260,7 +260,7 @@ def _forward(
     bias: Tensor | None,
     plan: ProductSettings,
     wants: tuple[bool, bool],
-    through: Through | None = None,
+    through: SmoothActivation | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """y (M, N), and what the backward pass keeps; ``wants``: dx, dw; ``through``: an activation of x."""
     wants_dx, wants_dw = wants
@@ -281,7 +281,7 @@ def _backward(
     plan: ProductSettings,
     wants: tuple[bool, bool, bool],
     dtypes: Sequence[torch.dtype | None],
-    through: Through | None = None,
+    through: SmoothActivation | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx (M, K), dw (N, K) and db (N,) of dy (M, N), what was kept, and the types of weight and bias.
 

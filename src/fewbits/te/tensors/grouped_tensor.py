@@ -29,7 +29,7 @@ class GroupedQuantizedTensor(QuantizedTensor):
         tensor: GroupedQuantizedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (len(members), *first.shape), dtype=first.dtype, device=first.device, requires_grad=False
         )
-        tensor.members, tensor._quantizer = list(members), first.quantizer
+        tensor.members, tensor.quantizer = list(members), first.quantizer
         return tensor
 
     @property

@@ -20,6 +20,7 @@ from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.base import Packed
 from fewbits.formats.float8 import Float8
 from fewbits.kernels.codec.float8_operands import (
+    OnTheWay,
     amax_of,
     block_multipliers,
     column_sums_ref,
@@ -28,7 +29,7 @@ from fewbits.kernels.codec.float8_operands import (
     record_amax,
     through_ref,
 )
-from fewbits.kernels.codec.float8_operands_cuda import Through
+from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.te.arithmetic.float4 import Float4, rotate
 from fewbits.te.arithmetic.microscaling import microscaled
 from fewbits.te.arithmetic.scaling import KIND
@@ -79,7 +80,13 @@ class Quantizer:
         )
 
     def operand_with(
-        self, x_MK: Tensor, *, rows: bool, columns: bool, sums: bool = False, through: Through | None = None
+        self,
+        x_MK: Tensor,
+        *,
+        rows: bool,
+        columns: bool,
+        sums: bool = False,
+        through: SmoothActivation | None = None,
     ) -> tuple[Operand, Tensor | None]:
         """The operands of x (M, K), and the sums (K,) of its columns in float32, a bias's gradient, or None.
 
@@ -162,11 +169,12 @@ def _per_tensor(
     pair: tuple[Tensor, Tensor],
     dtype: torch.dtype,
     wants: tuple[bool, bool],
-    others: tuple[Tensor | None, Tensor | None, Through | None],
+    largest: Tensor | None,
+    beside: OnTheWay,
 ) -> Operand:
-    (multiplier, scales), (rows, columns), (largest, sums, through) = pair, wants, others
+    (multiplier, scales), (rows, columns) = pair, wants
     codes = one_multiplier(
-        x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest, sums=sums, through=through
+        x_MK, multiplier, dtype, rows=rows, columns=columns, largest=largest, beside=beside
     )
     format = Float8(name=f"float8_{KIND[dtype]}", kind=KIND[dtype])
     shapes = (x_MK.shape[0], x_MK.shape[1]), (x_MK.shape[1], x_MK.shape[0])
@@ -184,20 +192,24 @@ class _ByKernels(Quantizer):
 
     def operand(self, x_MK: Tensor, *, rows: bool, columns: bool) -> Operand:
         """Codes of x (M, K), as the class says."""
-        return self._operand(x_MK, (rows, columns), None, None)
+        return self._operand(x_MK, (rows, columns), OnTheWay())
 
     def operand_with(
-        self, x_MK: Tensor, *, rows: bool, columns: bool, sums: bool = False, through: Through | None = None
+        self,
+        x_MK: Tensor,
+        *,
+        rows: bool,
+        columns: bool,
+        sums: bool = False,
+        through: SmoothActivation | None = None,
     ) -> tuple[Operand, Tensor | None]:
         """See `Quantizer.operand_with`."""
         room = torch.empty(x_MK.shape[1], dtype=torch.float32, device=x_MK.device) if sums else None
-        return self._operand(x_MK, (rows, columns), room, through), room
+        return self._operand(x_MK, (rows, columns), OnTheWay(room, through)), room
 
     @abstractmethod
-    def _operand(
-        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
-    ) -> Operand:
-        """Codes, with the sums into ``sums``; x (M, K) goes through ``through`` first."""
+    def _operand(self, x_MK: Tensor, wants: tuple[bool, bool], beside: OnTheWay) -> Operand:
+        """Codes of x (M, K), by rows and by columns, and what else is asked for on the way."""
 
 
 class Float8Quantizer(_ByKernels):
@@ -226,12 +238,10 @@ class Float8Quantizer(_ByKernels):
         with torch.no_grad():
             record_amax(tensor, self.amax)
 
-    def _operand(
-        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
-    ) -> Operand:
+    def _operand(self, x_MK: Tensor, wants: tuple[bool, bool], beside: OnTheWay) -> Operand:
         multiplier = self.scale.detach().reshape(1)
         pair = (multiplier, (1.0 / multiplier).reshape(1))
-        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), wants, (self.amax.detach(), sums, through))
+        return _per_tensor(x_MK, pair, float8_dtype(self.dtype), wants, self.amax.detach(), beside)
 
 
 class Float8CurrentScalingQuantizer(_ByKernels):
@@ -260,21 +270,19 @@ class Float8CurrentScalingQuantizer(_ByKernels):
         self.with_amax_reduction, self.amax_reduction_group = with_amax_reduction, amax_reduction_group
         self.force_pow_2_scales, self.amax_epsilon = force_pow_2_scales, amax_epsilon
 
-    def _operand(
-        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
-    ) -> Operand:
-        if through is None:
+    def _operand(self, x_MK: Tensor, wants: tuple[bool, bool], beside: OnTheWay) -> Operand:
+        if beside.through is None:
             amax = amax_of(x_MK)
         else:
             amax = torch.zeros(1, dtype=torch.float32, device=x_MK.device)
-            record_amax(x_MK, amax, through)
+            record_amax(x_MK, amax, beside.through)
         if self.with_amax_reduction:
             amax = largest_of_group(amax, self.amax_reduction_group)
         dtype = float8_dtype(self.dtype)
         multiplier, scale = multiplier_and_scale(
             amax, dtype, power_of_two=self.force_pow_2_scales, epsilon=self.amax_epsilon
         )
-        return _per_tensor(x_MK, (multiplier, scale), dtype, wants, (None, sums, through))
+        return _per_tensor(x_MK, (multiplier, scale), dtype, wants, None, beside)
 
 
 class Float8BlockQuantizer(_ByKernels):
@@ -297,9 +305,7 @@ class Float8BlockQuantizer(_ByKernels):
         self.amax_epsilon, self.force_pow_2_scales = amax_epsilon, force_pow_2_scales
         self.block_scaling_dim, self.block_len = block_scaling_dim, 128
 
-    def _operand(
-        self, x_MK: Tensor, wants: tuple[bool, bool], sums: Tensor | None, through: Through | None
-    ) -> Operand:
+    def _operand(self, x_MK: Tensor, wants: tuple[bool, bool], beside: OnTheWay) -> Operand:
         dtype, tile = float8_dtype(self.dtype), self.block_scaling_dim != 1
         sides = block_multipliers(
             x_MK,
@@ -309,8 +315,7 @@ class Float8BlockQuantizer(_ByKernels):
             tile=tile,
             power_of_two=self.force_pow_2_scales,
             epsilon=self.amax_epsilon,
-            sums=sums,
-            through=through,
+            beside=beside,
         )
         block = (128, 128) if tile else (1, 128)
         name = f"float8_{KIND[dtype]}_{block[0]}x{block[1]}"
