@@ -47,7 +47,7 @@ def gap(model: Any, ids: Tensor, tokens: list[int], at: int) -> float:
 def measure(stages: Stages, model: Any, name: str, ids: Tensor, count: int, draft: Any) -> None:
     plain, seconds = text_of(model, ids, count)
     stages.tell(f"{name}: without guesses", f"{1e3 * seconds:.2f} ms a token, {1 / seconds:,.0f} tokens/s")
-    ways: dict[str, dict[str, Any]] = {f"look-up of {n}": {"prompt_lookup_num_tokens": n} for n in (4, 8, 15)}
+    ways: dict[str, dict[str, Any]] = {f"look-up of {n}": {"prompt_lookup_num_tokens": n} for n in (8, 15)}
     if draft is not None:
         ways["a draft of random weights"] = {"assistant_model": draft}
     for what, words in ways.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -57,7 +58,39 @@ def test_lookup_guesses_what_followed_last() -> None:
     assert guess([1, 2, 3, 4, 2, 3]) == [4, 2, 3]
     assert guess([1, 2, 3, 4, 2, 3, 7, 2, 3]) == [7, 2, 3]
     assert guess([1, 2, 3, 4, 2, 3, 7, 2, 3, 4, 2, 3]) == [7, 2, 3]  # 4 2 3 is the longer match
-    assert Lookup(2)([5, 5, 5]) == [5]
+    assert Lookup(2)([5, 5, 5]) == [5, 5]
+    assert Lookup(5)([1, 7, 8, 9, 7]) == [8, 9, 7, 8, 9]  # and on, as a loop
+
+
+def test_matches_that_are_seldom_right_are_left_out() -> None:
+    """A text of random tokens costs few guesses; one that begins to repeat itself is guessed again."""
+    guess, text = Lookup(8), tokens(1, 600, seed=9)[0].tolist()
+    asked = [bool(guess(text[:length])) for length in range(40, 600)]
+    assert sum(asked[100:]) < 0.12 * len(asked[100:]) and sum(asked[100:]) > 0
+    part, at = text[:30], 600
+    text, asked = text + part * 8, []
+    while at < len(text):
+        guesses = guess(text[:at])
+        asked.append(bool(guesses))
+        at += 1 + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guesses, text[at:])))  # noqa: B905
+    assert len(asked) < 90 and all(asked[-20:])  # 240 tokens
+
+
+def test_a_streamer_sees_each_token_once(advanced: list[int]) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+            self.ended = 0
+
+        def put(self, value: Tensor) -> None:
+            self.seen += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    model, ids, streamer = model_of(), repeating(), Streamer()
+    text = greedy(model, ids, prompt_lookup_num_tokens=4, streamer=streamer)
+    assert streamer.seen == text[0].tolist() and streamer.ended == 1 and 5 in advanced
 
 
 @pytest.mark.parametrize(
