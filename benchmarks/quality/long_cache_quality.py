@@ -1,15 +1,14 @@
 """What keys and values in few bits cost over a long context, with heads of 128, through decoding's kernels.
 
-    python benchmarks/quality/train_llama_100m.py --data ../shared/data --out /tmp/llama100m_long
-        --length 4096 --head-size 128 --batch 4 --lr 1e-3 --repeats 0.25 --held-out 0.05 --fuse --seconds 60
-    python benchmarks/quality/long_cache_quality.py /tmp/llama100m_long
+    python benchmarks/quality/train_long_llama.py --data ../shared/data --out /tmp/long_llama --seconds 60
+    python benchmarks/quality/long_cache_quality.py /tmp/long_llama
 
 The windows that the training has held out, as long as the model's context, go through `DecodeStep` token by
 token, all of them side by side: perplexity over all tokens and over those behind the first 1,024, its change
 against 16 bits with the standard error over windows, bits a value at the window's end (all included), and how
-many times as many tokens fit. Needles: other rows hold a stretch of 24 random tokens somewhere in held-out
-text, and end with it once more; said is how many of its last 20 tokens are the likeliest ones, of what depth
-the stretch is, and their mean loss.
+many times as many tokens fit. Needles: other rows hold a stretch of 24 tokens, drawn from all of the
+held-out text, somewhere in it, and end with it once more; said is how many of its last 20 tokens are the
+likeliest ones, of what depth the stretch is, and their mean loss.
 
 Numbers first: the step in 16 bits is compared with the model's own forward, and a step over ``int4`` with the
 definition (`PackedCache`).
@@ -31,16 +30,17 @@ from fewbits.models.generation.step import DecodeStep
 
 CACHES: tuple[Any, ...] = (
     "bfloat16",
-    "fp8",
+    "int4",
     "int8",
     "int8/int4",
-    "int4/int8",
-    "int4",
-    {"name": "int4", "group": 32},
     {"name": "int4", "newest": 16},
+    "fp8",
+    "int4/int8",
+    {"name": "int4", "group": 32},
     {"name": "int4", "rotated": False},
 )
 STRETCH, CUE, FAR = 24, 4, 1024
+AT_ONCE = 64  # steps whose logits are looked at together
 
 
 class Said(NamedTuple):
@@ -56,24 +56,26 @@ def through_step(model: Any, ids: Tensor, kind: KVCache | None, keep: int = 0) -
     rows, length = ids.shape
     step = DecodeStep(model, batch=rows, room=-(-length // 256) * 256, kv_cache=kind)
     losses, rights, kept = [], [], []
-    for at in range(length - 1):
-        step.tokens.copy_(ids[:, at])
-        logits = step.advance()
-        target = ids[:, at + 1, None]
-        losses.append(logits.logsumexp(-1) - logits.gather(1, target)[:, 0])
-        rights.append(logits.argmax(-1) == target[:, 0])
-        if at < keep:
-            kept.append(logits[0].clone())
-    return Said(torch.stack(losses, 1), torch.stack(rights, 1)), torch.stack(kept) if kept else ids[:0]
+    for begin in range(0, length - 1, AT_ONCE):
+        logits = []
+        for at in range(begin, min(begin + AT_ONCE, length - 1)):
+            step.tokens.copy_(ids[:, at])
+            logits.append(step.advance().clone())
+        whole, targets = torch.stack(logits, 1), ids[:, begin + 1 : begin + 1 + len(logits), None]
+        losses.append(whole.logsumexp(-1) - whole.gather(2, targets)[..., 0])
+        rights.append(whole.argmax(-1) == targets[..., 0])
+        if begin < keep:
+            kept.append(whole[0, : keep - begin])
+    return Said(torch.cat(losses, 1), torch.cat(rights, 1)), torch.cat(kept) if kept else ids[:0]
 
 
-def needles(text: Tensor, count: int, vocab: int) -> Tensor:
+def needles(text: Tensor, count: int) -> Tensor:
     """Rows (count, tokens) of held-out text, each with a stretch at another depth that ends it once more."""
     generator = torch.Generator().manual_seed(7)
     rows = text[torch.arange(count) % len(text)].clone()
     length = rows.shape[1]
     for i in range(count):
-        stretch = torch.randint(3, vocab, (STRETCH,), generator=generator)
+        stretch = text.flatten()[torch.randint(text.numel(), (STRETCH,), generator=generator)]
         at = (length - 3 * STRETCH) * i // max(count - 1, 1)
         rows[i, at : at + STRETCH] = stretch
         rows[i, -STRETCH:] = stretch
@@ -131,7 +133,7 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to(device).eval()
     config = model.config
     text = torch.load(options.model / "held_out.pt")[: options.windows]
-    hidden = needles(text, options.needles, config.vocab_size)
+    hidden = needles(text, options.needles)
     ids, count, length = torch.cat([text, hidden]).to(device), len(text), text.shape[1]
     check(model, ids, min(options.checked, length))
     print(

@@ -4,8 +4,8 @@
 
 The shared texts (`documents` of train_llama_100m.py, whose shape and tokenizer it has), Wikipedia's articles
 whole, and Python's standard library beside them, so that fewer tokens come again and far ones are worth
-looking at; what is held out is of the shared texts alone. Rows of random tokens that say a stretch again and
-again teach copying. Most of the time goes to windows of 512 tokens, the rest to whole ones, while the step
+looking at; what is held out is of the shared texts alone. Rows that say a stretch of tokens again and again
+teach copying. Most of the time goes to windows of 512 tokens, the rest to whole ones, while the step
 falls to nothing. Matrices of the layers move by Muon (`Muon`), embeddings and norms by AdamW.
 
 ``--prepare FILE`` only makes the tokens (some 30 s on one core), anywhere; ``--prepared FILE`` takes them.
@@ -28,7 +28,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from train_llama_100m import (
     SHAPE,
-    SPECIAL,
     TINY,
     VOCAB,
     documents,
@@ -83,16 +82,20 @@ def prepare(data: Path, length: int, held_out: float, tiny: bool) -> dict[str, A
     }
 
 
-def repeating(count: int, length: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Rows (count, length) of random tokens, each of which says one stretch again and again.
+def repeating(count: int, text: Tensor, generator: torch.Generator) -> Tensor:
+    """Rows (count, length), each of which says one stretch of tokens again and again.
 
-    Stretches of 32 tokens and of up to half a row, so that what is to be copied may stand far back.
+    Stretches of 32 tokens and of up to half a row, so that what is to be copied may stand far back: half of
+    them pieces of the text (windows, length), half single tokens of it in no order.
     """
-    rows = []
+    rows, length, flat = [], text.shape[1], text.flatten()
     for _ in range(count):
-        longest = int(torch.randint(5, length.bit_length() - 1, (1,), generator=generator))
-        stretch = torch.randint(len(SPECIAL), vocab, (2**longest,), generator=generator)
-        rows.append(stretch.repeat(length // len(stretch) + 1)[:length])
+        size = 2 ** int(torch.randint(5, length.bit_length() - 1, (1,), generator=generator))
+        begin = int(torch.randint(len(flat) - size, (1,), generator=generator))
+        places = torch.randint(len(flat), (size,), generator=generator)
+        is_piece = bool(torch.rand((), generator=generator) < 0.5)
+        stretch = flat[begin : begin + size] if is_piece else flat[places]
+        rows.append(stretch.repeat(length // size + 1)[:length])
     return torch.stack(rows)
 
 
@@ -134,16 +137,19 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def batches(
-    windows: Tensor, rows: int, repeats: float, vocab: int, generator: torch.Generator
+    windows: Tensor, rows: int, repeats: float, device: str, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """Rows (rows, length) of windows and of repeated stretches, without end."""
+    """Rows (rows, length) of windows and of repeated stretches, without end, on a device.
+
+    From pinned memory: a copy from any other would wait for the device.
+    """
     repeated = round(repeats * rows)
     for order in orders(len(windows), rows - repeated, generator):
-        ids = windows[order.to(windows.device)].long()
-        if repeated:
-            more = repeating(repeated, windows.shape[1], vocab, generator).to(windows.device)
-            ids = torch.cat([ids, more])
-        yield ids
+        ids = torch.cat(
+            [windows[order], repeating(repeated, windows, generator)] if repeated else [windows[order]]
+        )
+        ids = ids.pin_memory() if device != "cpu" else ids
+        yield ids.to(device, non_blocking=True).long()
 
 
 def rate_at(part: float) -> float:
@@ -229,12 +235,12 @@ def main() -> None:
         torch.save(tokens, options.prepare)
         return
     tokenizer = tokenizer_of(Tokenizer.from_str(tokens["tokenizer"]), options.length)
-    windows = tokens["train"].to(options.device)
+    windows = tokens["train"]
     held_out = tokens["held_out"].long().to(options.device)
     model = model_for(tokenizer, options.length, options.tiny, options.device)
     put_in(model, None)
     generator = torch.Generator().manual_seed(0)
-    rest = (options.repeats, len(tokenizer), generator)
+    rest = (options.repeats, options.device, generator)
     short, whole = (
         batches(windows.reshape(-1, n), max(options.tokens // n, 4), *rest)
         for n in (min(SHORT, options.length), options.length)
