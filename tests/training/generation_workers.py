@@ -80,6 +80,7 @@ def texts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "steps": steps[0],
                     "said": sorted(state.said),
                     "step": isinstance(state.step, DecodeStep),
+                    "launches": getattr(state.step, "launches", 0),
                     "heads": None if state.step is None else state.step.keys[0].shape[1],
                 }
             )

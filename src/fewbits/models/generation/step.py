@@ -27,7 +27,6 @@ from fewbits.decoder.limits import why_not_by_spec
 from fewbits.decoder.parts import KERNEL_ACTIVATIONS
 from fewbits.errors import BadInput, NotFused, SpecMismatch, Unsupported
 from fewbits.families.shapes import field_of, scores_factor, window_of
-from fewbits.families.spec import ModelSpec
 from fewbits.formats.base import Packed
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.spec import layer_names, locate, spec_for
@@ -42,6 +41,7 @@ from fewbits.kernels.generation.operands import (
     takes_parts,
 )
 from fewbits.kernels.generation.packed_attention import PackedKeysValues
+from fewbits.kernels.generation.rank_sum import RankSum
 from fewbits.kernels.launch import nvrtc
 from fewbits.models.generation.adapters_by_row import AdaptersByRow
 from fewbits.models.generation.branches import Reader, StepBranches, norm_of
@@ -49,6 +49,7 @@ from fewbits.models.generation.model_state import is_sharded
 from fewbits.models.generation.packed_keys import packed_layer
 from fewbits.models.generation.products import DecodedWeights
 from fewbits.models.generation.step_cache import StepCache
+from fewbits.models.generation.step_limits import built_differently, changed_by
 from fewbits.models.generation.step_products import StepProducts, described
 from fewbits.models.generation.step_ranks import StepRanks, ranks_of
 from fewbits.models.generation.step_rotary import rope_kind, tables_of
@@ -63,7 +64,7 @@ def why_not(model: Any) -> str:
     if spec.generic:
         return spec.without_spec
     config = model.config.get_text_config()
-    reason = why_not_by_spec(spec, config) or _built_differently(spec, config)
+    reason = why_not_by_spec(spec, config) or built_differently(spec, config)
     if reason is not None:
         return f"layers of {spec.model_type} are built differently: {reason}"
     if changed_by(spec, config):
@@ -80,36 +81,6 @@ def why_not(model: Any) -> str:
     if torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
         return "its kernels need compute capability 8.0 or later"
     return ""
-
-
-def _built_differently(spec: ModelSpec, config: Any) -> str | None:
-    """What a step's kernels cannot compute and the fused nodes can."""
-    assert spec.attention is not None and spec.mlp is not None  # `why_not_by_spec` has refused the others
-    if len(spec.attention.inputs) != 3 or len(spec.mlp.inputs) != 2:
-        return "one linear holds several"
-    if spec.norm.layout != "pre":
-        return "norms stand behind attention and MLP as well"
-    if field_of(config, spec.attention.soft_cap) is not None:
-        return "scores are capped"
-    rotary = field_of(config, spec.attention.rotary_layers)
-    return None if rotary is None or all(rotary) else "some layers do not turn queries and keys"
-
-
-def changed_by(spec: ModelSpec, config: Any) -> list[str]:
-    """What a family does to embeddings and logits beside its layers, where this config does it at all."""
-    facts = {
-        "its embeddings": ((spec.embedding_multiplier, 1.0),),
-        "its logits after the head": (
-            (spec.logits_divisor, 1.0),
-            (spec.logits_multiplier, 1.0),
-            (spec.logits_soft_cap, None),
-        ),
-    }
-    return [
-        what
-        for what, fields in facts.items()
-        if any(field_of(config, name, neutral) != neutral for name, neutral in fields)
-    ]
 
 
 class DecodeStep:
@@ -194,12 +165,15 @@ class DecodeStep:
                 model, batch, self.dtype, self.device, early=self._early, decoded=shared, keep=keep_decoded
             )
             head = self._head_of(model)
+            self.logits = self._buffer(head.parts[0].width, torch.float32)
+            share = None if self.ranks is None else self.ranks.share_of_head(head, self.logits)
+            if share is not None:
+                self._calls.append(self.logits.zero_)
             for i, layer in enumerate(layers):
                 self._add_layer(
                     i, layer, self._attention_inputs(layers[i + 1]) if i + 1 < len(layers) else head
                 )
-            self.logits = self._buffer(head.parts[0].width, torch.float32)
-            self._add_product(self._hidden, head, self.logits)
+            self._add_head(head, share)
         except (NotFused, SpecMismatch, BadInput, AttributeError) as error:
             # Of a module that was replaced by one of another build, attributes are missing.
             raise Unsupported(f"{str(error).rstrip('.')}.") from error
@@ -403,6 +377,15 @@ class DecodeStep:
     def _head_of(self, model: nn.Module) -> Reader:
         part = self._adapters.part(model, locate(model, self.spec, self.spec.head))
         return Reader([part], norm_of(model, locate(model, self.spec, self._final_norm), self.spec))
+
+    def _add_head(self, head: Reader, share: tuple[Reader, Tensor, RankSum] | None) -> None:
+        """The logits: of the whole head, or of this rank's share of it and then of all."""
+        if share is None:
+            self._add_product(self._hidden, head, self.logits)
+            return
+        reader, columns, sum_over_ranks = share
+        self._add_product(self._hidden, reader, columns)
+        self._calls.append(sum_over_ranks.launch)
 
     def _one_call(self, reader: Reader, ranks: int) -> bool:
         """Whether kernels for few rows have all rows at once, beside so many branches' inner values."""
