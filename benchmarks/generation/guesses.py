@@ -2,11 +2,13 @@
 
     python benchmarks/generation/guesses.py --shape llama-3.1-8b --draft qwen3-0.6b
 
-Random weights in NF4, one text, 256 greedy tokens. A random model repeats itself soon, which is what look-up
-likes; its text on a prompt of random tokens is the other end. The draft has the shape's vocabulary and random
-weights, so that no guess of it is right: its row says what guessing costs at worst. Drafts that are right
-would need a real pair of models. Numbers first: the first token that differs from the plain text has to be a
-tie (its logit within rounding of the largest one of the model's own forward).
+Random weights in NF4, one text, 256 greedy tokens. A model of random weights never repeats itself: its text
+says what guessing costs where no guess is right. Then embeddings and head are changed so that each token has
+one successor, in circles of `PERIOD` tokens: a text that repeats itself, at the cost of any other. The draft
+has the shape's vocabulary and random weights, so that no guess of it is right: its row says what guessing
+costs at worst. Drafts that are right would need a real pair of models. Numbers first: the first token that
+differs from the plain text has to be a tie (its logit within rounding of the largest one of the model's own
+forward).
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ import fewbits
 from fewbits.bench.train.shapes import random_model, shape_of
 from fewbits.models.fast import with_methods
 
+PERIOD = 50
+
 
 def text_of(model: Any, ids: Tensor, count: int, **words: Any) -> tuple[list[int], float]:
     """New greedy tokens of one text, and seconds a token."""
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
     given |= {"pad_token_id": 0, "use_cache": True, "max_new_tokens": count}
-    model.generate(ids, **given, **words)  # the graph is recorded, with room for all tokens
+    for _ in range(3):  # the step's graph and the prompt's are recorded
+        model.generate(ids, **given, **words)
     began = time.perf_counter()
     new: list[int] = model.generate(ids, **given, **words)[0, ids.shape[1] :].tolist()
     return new, (time.perf_counter() - began) / count
@@ -42,6 +47,17 @@ def gap(model: Any, ids: Tensor, tokens: list[int], at: int) -> float:
     text = torch.cat([ids, torch.tensor([tokens[:at]], device=ids.device, dtype=ids.dtype)], dim=1)
     logits = model(text).logits[0, -1].float()
     return float((logits.max() - logits[tokens[at]]) / logits.std())
+
+
+@torch.no_grad()
+def in_circles(model: Any) -> None:
+    """Let the likeliest successor of a token be the next one of its circle; layers compute as they did."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embeddings.normal_(std=50.0)
+    tokens = torch.arange(len(embeddings), device=embeddings.device)
+    following = tokens // PERIOD * PERIOD + (tokens + 1) % PERIOD
+    inside = following < len(tokens)
+    head[following[inside]] = embeddings[tokens[inside]] / 50
 
 
 def measure(stages: Stages, model: Any, name: str, ids: Tensor, count: int, draft: Any) -> None:
@@ -82,14 +98,11 @@ def main() -> None:
         fewbits.convert(draft, options.recipe)
         with_methods(draft)
     generator = torch.Generator().manual_seed(0)
-    part = torch.randint(5, model.config.vocab_size, (1, 24), generator=generator)
-    prompts = {
-        "a prompt that repeats itself": part.repeat(1, 6),
-        "a prompt of random tokens": torch.randint(5, model.config.vocab_size, (1, 144), generator=generator),
-    }
-    for name, ids in prompts.items():
-        whole = ids.to(device())
-        stages.run(name, 35, lambda: measure(stages, model, name, whole, options.tokens, draft))  # noqa: B023 run at once
+    ids = torch.randint(5, model.config.vocab_size - PERIOD, (1, 144), generator=generator).to(device())
+    for name in ("a text that never repeats itself", f"a text that does after {PERIOD} tokens"):
+        if "after" in name:
+            in_circles(model)
+        stages.run(name, 40, lambda: measure(stages, model, name, ids, options.tokens, draft))  # noqa: B023 run at once
     stages.table()
 
 

@@ -450,6 +450,49 @@ def test_a_model_is_not_kept_by_what_is_kept_for_it(monkeypatch: pytest.MonkeyPa
     assert alive() is None and step() is None
 
 
+@pytest.mark.parametrize("length", [253, 255, 256])
+def test_a_prompt_that_ends_beside_the_room_is_compared_inside_of_it(length: int, steps: list[int]) -> None:
+    """Two tokens behind it are compared, also where one is asked for; a place beyond ends a GPU's process."""
+    model = ready(tiny("gemma2", max_position_embeddings=1024))
+    asked = {"do_sample": False, "max_new_tokens": 1}
+    vectors = model.get_input_embeddings()(tokens(1, 30)).detach()
+    vectors[0, 12] = torch.nan
+    for fails in (False, True):
+        loop._STATES.pop(model, None)
+        if fails:  # a step that nothing was compared with
+            with pytest.raises(NotFinite):
+                model.generate(inputs_embeds=vectors, **GREEDY)
+        ids = tokens(1, length)
+        assert torch.equal(model.generate(ids, **asked), type(model).generate(model, ids, **asked))
+        assert not decoding_of(model).refused and decoding_of(model).apart < 1e-3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_end_where_the_context_does(family: str, steps: list[int]) -> None:
+    model = ready(unwritten(family))
+    for length in (127, 126, 120):
+        loop._STATES.pop(model, None)
+        asked = {"do_sample": False, "max_new_tokens": 128 - length}
+        ids = tokens(2, length)
+        assert torch.equal(model.generate(ids, **asked), type(model).generate(model, ids, **asked))
+        assert not decoding_of(model).refused, decoding_of(model).refused
+
+
+def test_a_choice_of_experts_that_turns_over_refuses_no_step(steps: list[int]) -> None:
+    """In 16 bits rounding may choose another expert for a token: of one text here, of twelve."""
+    model = mixture("mixtral").to(torch.bfloat16)
+    model.config.output_router_logits = False
+    fewbits.convert(model, "qlora_nf4")
+    model = ready(model)
+    worst = 0.0
+    for seed in (1, 6):
+        loop._STATES.pop(model, None)
+        model.generate(tokens(3, 20, seed=seed), do_sample=False, max_new_tokens=3)
+        assert not decoding_of(model).refused
+        worst = max(worst, decoding_of(model).apart)
+    assert worst < 0.02 and steps
+
+
 def test_what_is_known_not_to_work() -> None:
     model = tiny("gemma2")
     assert why_no_model_step(model) == "the model is not on one GPU"

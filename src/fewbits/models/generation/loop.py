@@ -40,7 +40,7 @@ from fewbits.models.generation.calls import (
     with_stop_strings,
 )
 from fewbits.models.generation.model_state import state_of_model
-from fewbits.models.generation.model_step import ModelStep, why_no_model_step
+from fewbits.models.generation.model_step import TOKENS_TO_PROVE, ModelStep, why_no_model_step
 from fewbits.models.generation.own_caches import cache_to_return, give_back, length_of, remember
 from fewbits.models.generation.packed_keys import fill_step, packed_keywords, why_not_cache
 from fewbits.models.generation.products import products_in_16_bits
@@ -374,12 +374,12 @@ def _ready_one(
     step = state.step
     kind = getattr(prompt.cache, "kind", None)
     rows = adapter_rows(model)
-    fits = step is not None and step.takes(batch) and step.kv_cache == kind and step.room >= end
+    to_prove = max(end, length + TOKENS_TO_PROVE)
+    long_enough = step is not None and step.room >= (end if state.proved else to_prove)
+    fits = step is not None and long_enough and step.takes(batch) and step.kv_cache == kind
     fits = fits and step is not None and bool(rows) == bool(step.adapters) and {*rows} <= {*step.adapters}
     if step is None or not fits or state.of_model != of_model:
-        rooms = _rooms(
-            model, max(end, length + 1), step if step is not None and step.batch == batch else None
-        )
+        rooms = _rooms(model, to_prove, step if step is not None and step.batch == batch else None)
         state.step = state.together = step = None  # their memory first
         try:
             step = _new_step(model, rooms, _maker(state, model, batch, prompt.cache, rows))

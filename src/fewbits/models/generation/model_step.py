@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fewbits.errors import Unsupported
 from fewbits.formats.kv_cache import KVCache
 from fewbits.host.unwrap import unwrap
+from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
 from fewbits.models.generation.fixed_cache import fixed_cache, fixed_layers, masks
 from fewbits.models.generation.fixed_packed import FixedPackedLayer
@@ -40,6 +41,7 @@ from fewbits.models.generation.step_rotary import rope_kind
 from fewbits.nn.split_experts import SplitExperts
 
 _WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "aten.equal.", "unique", "masked_select")
+TOKENS_TO_PROVE = 4  # at most: so many places a step has behind a prompt that it is compared for
 CANNOT = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 
@@ -310,20 +312,26 @@ class ModelStep:
 
     @torch.no_grad()
     def difference(self, model: Any, cache: Any, attention_mask: Tensor | None) -> float:
-        """The larger relative difference of two tokens' logits to those of the model's own forward.
+        """The largest relative difference of some tokens' logits to those of the model's own forward.
 
-        The second one stands at another position: a number of the host's would show.
+        The second one stands at another position: a number of the host's would show. Where experts are
+        chosen, rounding may turn over a choice that is nearly a tie, which makes a token's logits others in
+        either way: then of each text the second smallest difference of four tokens counts.
 
         Args:
             model: the model.
-            cache: its own cache of what stands before; the model's forward adds two tokens to it.
+            cache: its own cache of what stands before; the model's forward adds the tokens to it.
             attention_mask: (batch, tokens before and one more), or None.
 
         Raises:
             Unsupported: the model's forward does not take what a step gives it.
         """
-        apart, mask = [], attention_mask
-        for _ in range(2):
+        chooses = any(hasattr(module, "is_transposed") for module in all_modules(model))
+        count, by_token, mask = TOKENS_TO_PROVE if chooses else 2, [], attention_mask
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None:  # of learned positions there are no more
+            count = max(min(count, context - int((self.position - self.first).max())), 1)
+        for _ in range(count):
             ours = _tried(self.run)
             out = model(
                 input_ids=self.tokens[:, None],
@@ -334,12 +342,14 @@ class ModelStep:
                 **self._words,
             )
             theirs = out.logits[:, -1].float()
-            apart.append(float((ours - theirs).norm() / theirs.norm()))
+            rows = -1 if chooses else None  # by text, or all of them
+            by_token.append((ours - theirs).norm(dim=rows) / theirs.norm(dim=rows))
             self.position.add_(1)
             self.tokens.copy_(theirs.argmax(-1))
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        self.position.sub_(2)
-        return max(apart)
+        self.position.sub_(count)
+        apart = torch.stack(by_token)
+        return float(apart.sort(dim=0).values[:2][-1].max() if chooses else apart.max())
 
 
 def _tried(run: Any) -> Tensor:

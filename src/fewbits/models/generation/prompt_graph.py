@@ -29,6 +29,8 @@ from fewbits.host.attention import plain_mask
 from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
+from fewbits.models.generation.fixed_cache import masks
+from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import state_and_writes
 from fewbits.models.generation.model_step import CANNOT, casts_in_place, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
@@ -165,7 +167,9 @@ class _PromptGraph:
         self.ids = torch.zeros(size, dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
         self.positions = torch.arange(size[1], device=device)[None].repeat(size[0], 1)
-        self._mask = plain_mask(model, device)
+        self._mask: Any = plain_mask(model, device)
+        if self._mask is None:
+            self._mask = _eager_masks(model, size[1], device)
         self.pool: Any = None
         self._graph: Any = None
         self._out: tuple[Tensor, Any] | None = None
@@ -224,6 +228,25 @@ class _PromptGraph:
                 layer.values[:, :, :length],
             )
         return ReadPrompt(logits.clone(), cache)
+
+
+def _eager_masks(model: Any, length: int, device: torch.device) -> Any:
+    """The masks (1, 1, length, length) of eager attention, whose making copies a number from the host.
+
+    None for models with other attention, which make theirs while they are recorded.
+
+    Raises:
+        Unsupported: attention for which no mask is known.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation != "eager":
+        return None
+    kinds, window = kinds_of(config)
+    places = torch.arange(length, device=device)
+    found = masks(sorted(kinds), places, places, torch.zeros_like(places), window, model.dtype)
+    if isinstance(found, dict):
+        return {kind: mask.transpose(0, 2) for kind, mask in found.items()}
+    return found.transpose(0, 2)
 
 
 def _records(model: Any) -> bool:
