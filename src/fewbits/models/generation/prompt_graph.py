@@ -243,10 +243,10 @@ def _eager_masks(model: Any, length: int, device: torch.device) -> Any:
         return None
     kinds, window = kinds_of(config)
     places = torch.arange(length, device=device)
-    found = masks(sorted(kinds), places, places, torch.zeros_like(places), window, model.dtype)
-    if isinstance(found, dict):
-        return {kind: mask.transpose(0, 2) for kind, mask in found.items()}
-    return found.transpose(0, 2)
+    by_token = masks(sorted(kinds), places, places, torch.zeros_like(places), window, model.dtype)
+    if isinstance(by_token, dict):
+        return {kind: mask.transpose(0, 2) for kind, mask in by_token.items()}
+    return by_token.transpose(0, 2)
 
 
 def _records(model: Any) -> bool:
