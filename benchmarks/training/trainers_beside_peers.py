@@ -351,6 +351,8 @@ def told_by(
         for line in process.stdout:
             if line.startswith(TOLD):
                 row = json.loads(line.removeprefix(TOLD))
+                if "steps" in row and "bare_ms" not in row:  # more is to come
+                    print(f"{name} so far: {row['range']}, {row['step_ms']} ms a step", flush=True)
         process.wait()
     finally:
         timer.cancel()

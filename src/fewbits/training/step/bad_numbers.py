@@ -34,7 +34,7 @@ class _Pending:
     """What is known of one step once its copy has arrived."""
 
     seen: Seen
-    names: list[str]
+    trained: list[nn.Parameter]  # what had a gradient, in the model's order
     step: int
     scaled: bool
     values: Tensor  # on the host: of all ranks bad losses and wishes to stop, losses, gradients' norms
@@ -81,9 +81,10 @@ class NumberCheck:
             TrainingStopped: a loss or a gradient is not finite, or all gradients are zero.
         """
         self.settle()
-        named = [(name, p.grad) for name, p in self._model.named_parameters() if p.grad is not None]
+        # Without names, which take a walk of 10 ms through a packed model of 32 layers.
+        trained = [p for p in self._model.parameters() if p.grad is not None]
         losses = torch.stack([loss.float().mean() for loss, _ in batches])
-        local = [_local(g) for _, g in named]
+        local = [_local(p.grad) for p in trained if p.grad is not None]
         norms = [g.float().to(losses.device) for g in torch._foreach_norm(local)] if local else []
         stop = losses.new_full((), float(self._asked()))
         bad = torch.stack([(~losses.isfinite().all()).float(), stop])
@@ -93,7 +94,7 @@ class NumberCheck:
             sound = values.isfinite().all() & (values[0] == 0) & (values[2:].sum() > 0)
             inner_optimizer(optimizer).found_inf = (~sound).float()
         host, event = _to_host(torch.cat([values[:2], losses, values[2:]]))
-        self._pending = _Pending(batches, [name for name, _ in named], step, scaled, host, event)
+        self._pending = _Pending(batches, trained, step, scaled, host, event)
         if not skips:
             self.settle()
 
@@ -138,7 +139,8 @@ class NumberCheck:
                 f"all gradients are zero at step {pending.step} ({len(norms)} parameters with a gradient), so"
                 f" nothing would be learned from rows {rows}; {self._why_zero(pending)}"
             )
-        name = pending.names[int((~norms.isfinite()).nonzero()[0])]
+        bad = pending.trained[int((~norms.isfinite()).nonzero()[0])]
+        name = next((name for name, p in self._model.named_parameters() if p is bad), "a parameter")
         return (
             f"the gradient of {name} is not finite at step {pending.step} on rows {rows} of the training"
             " data; no weight was changed by it: lower the learning rate, or resume from the last"
