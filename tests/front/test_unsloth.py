@@ -245,6 +245,27 @@ def test_a_classifier_in_16_bits_gets_adapters_although_a_plain_load_trains_ever
     assert all("lora_" in name or "score" in name for name in trained)
 
 
+def test_a_classifier_is_merged_with_its_trained_head(shared, tmp_path):
+    """Its answers are those of the adapters over 16-bit weights, read by plain transformers."""
+    from transformers import AutoModelForSequenceClassification as Kind
+
+    path = shared / "data" / "models" / "stories260k"
+    model, tokenizer = FastModel.from_pretrained(path, auto_model=Kind, num_labels=3, load_in_4bit=False)
+    model = FastModel.get_peft_model(model, r=4, task_type="SEQ_CLS")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    ids = torch.randint(5, 100, (3, 7))
+    for _ in range(3):
+        optimizer.zero_grad()
+        batch = {"attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 2, 1])}
+        model(input_ids=ids, **batch).loss.backward()
+        optimizer.step()
+    expected = model.eval()(input_ids=ids).logits
+    model.save_pretrained_merged(tmp_path / "merged", tokenizer)
+    merged = Kind.from_pretrained(tmp_path / "merged").eval()
+    assert type(merged).__name__ == "LlamaForSequenceClassification" and merged.config.num_labels == 3
+    torch.testing.assert_close(merged(input_ids=ids).logits.float(), expected.float(), rtol=0.05, atol=0.05)
+
+
 def test_gate_and_up_are_meant_by_one_name_where_a_model_has_two(loaded):
     model = FastModel.get_peft_model(loaded[0], r=4, target_modules=["q_proj", "gate_up_proj"])
     places = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}

@@ -14,6 +14,7 @@ import torch
 from fewbits.errors import BadInput
 from fewbits.models.adapting.adapters import get_peft_model
 from fewbits.models.adapting.trains_whole import train_whole, trains_whole
+from fewbits.models.fast import with_merges
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +77,7 @@ def load_as(
         train_whole(model)
     if model.config.pad_token_id is None and tokenizer.pad_token_id is not None:
         model.config.pad_token_id = tokenizer.pad_token_id  # a classifier's batch needs one
-    return model, tokenizer
+    return with_merges(model), tokenizer
 
 
 def adapt_as(model: nn.Module, r: int = 16, *, task_type: str, **options: Any) -> Any:
@@ -98,4 +99,4 @@ def adapt_as(model: nn.Module, r: int = 16, *, task_type: str, **options: Any) -
     if trains_whole(model):
         logger.warning("get_peft_model: all weights train (full_finetuning), so there are no adapters.")
         return model
-    return get_peft_model(model, r=r, seed=seed, task_type=task_type, **options)
+    return with_merges(get_peft_model(model, r=r, seed=seed, task_type=task_type, **options))

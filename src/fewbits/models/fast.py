@@ -463,6 +463,13 @@ def _check_loaded(where: str, model: nn.Module, info: Mapping[str, Any]) -> None
         )
 
 
+def with_merges(model: Any) -> Any:
+    """Bind the savers of base and adapter as one model, also of one that writes no text."""
+    model.save_pretrained_merged = partial(save_pretrained_merged, model)
+    model.push_to_hub_merged = partial(push_to_hub_merged, model)
+    return model
+
+
 def with_methods(model: Any, inner: Any = None) -> Any:
     """Bind the savers of whole models, Unsloth's words and the careful ``generate`` to these instances.
 
@@ -470,9 +477,8 @@ def with_methods(model: Any, inner: Any = None) -> Any:
     """
     for target in (model, inner):
         if target is not None:
-            target.save_pretrained_merged = partial(save_pretrained_merged, target)
+            with_merges(target)
             target.save_pretrained_gguf = partial(save_pretrained_gguf, target)
-            target.push_to_hub_merged = partial(push_to_hub_merged, target)
             target.push_to_hub_gguf = partial(push_to_hub_gguf, target)
             target.fast_generate = partial(fast_generate, target)
             target.load_lora, target.save_lora = partial(load_lora, target), partial(save_lora, target)
