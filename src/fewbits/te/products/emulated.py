@@ -45,8 +45,7 @@ def product_in_bfloat16(a: Packed, b: Packed, dtype: torch.dtype) -> Tensor | No
         y = torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)
     else:
         y = a_MK.float() @ b_NK.float().t()
-    if scale_M1 is not None:
-        y *= scale_M1
-    if scale_N1 is not None:
-        y *= scale_N1.t()
-    return y.to(dtype)
+    if scale_M1 is None or scale_N1 is None:
+        return y.to(dtype)
+    scale = scale_M1 * scale_N1 if scale_N1.numel() == 1 else scale_M1 * scale_N1.t()
+    return torch.mul(y, scale, out=torch.empty_like(y, dtype=dtype))

@@ -47,7 +47,7 @@ def product_on_units(a: Packed, b: Packed, dtype: torch.dtype, *, bias: Tensor |
         short: add up in the units' own, shorter, accumulator.
     """
     scales_a, scales_b = _scales(a), _scales(b)
-    fused = bias is not None and dtype != torch.float32 and _block(a) == _TENSOR
+    fused = bias is not None and dtype != torch.float32
     y = torch._scaled_mm(
         _rows(a.codes),
         _rows(b.codes).t(),
