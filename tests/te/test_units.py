@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fewbits.te as te
 from fewbits.formats.base import Packed
+from fewbits.formats.bits import unpack_bits
+from fewbits.kernels.codec.small_blocks import e2m1_values
 from fewbits.te import recipe
 from fewbits.te.layers.activations import activated
 from fewbits.te.layers.norm import normalized
-from fewbits.te.products import units
+from fewbits.te.products import small_block_units, units
 from fewbits.te.products.emulated import in_bfloat16, product_in_bfloat16
 from fewbits.te.products.product import product
 
@@ -213,3 +216,93 @@ def test_emulated_recipes_on_a_gpu_are_those_of_a_cpu(name: str) -> None:
         results.append([t.detach().cpu() for t in (y, leaf.grad, copy.weight.grad)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=float(theirs.abs().max()) * 2e-6)
+
+
+def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """One scale at a time, by the place that the tensor cores' documentation gives it."""
+    tiles = -(-columns // 4)
+    matrix = torch.empty(rows, columns, dtype=flat.dtype)
+    for r in range(rows):
+        for c in range(columns):
+            tile = r // 128 * tiles + c // 4
+            matrix[r, c] = flat[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4]
+    return matrix
+
+
+SMALL = [
+    te.MXFP8Quantizer(E4),
+    te.MXFP8Quantizer(E4, with_2d_quantization=True),
+    te.NVFP4Quantizer(),
+    te.NVFP4Quantizer(with_2d_quantization=True),
+]
+
+
+@pytest.mark.parametrize("quantizer", SMALL)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_what_torch_is_given_on_blackwell(
+    monkeypatch: pytest.MonkeyPatch, quantizer: Any, with_bias: bool
+) -> None:
+    """The values that codes and scales stand for there, and shapes and types by torch's own rules."""
+
+    def scaled_mm(a: Tensor, b: Tensor, of_a: Any, kinds: Any, of_b: Any, _: Any, **words: Any) -> Tensor:
+        sides = []
+        for codes, scales in ((a, of_a), (b.t(), of_b)):
+            is_four = codes.dtype == torch.float4_e2m1fn_x2
+            values = (
+                e2m1_values(unpack_bits(codes.view(torch.uint8), 4, 2 * codes.shape[1]))
+                if is_four
+                else codes.float()
+            )
+            M, K = values.shape
+            wide = 16 if is_four else 32
+            by_block = unswizzled(scales[0].view(torch.uint8), M, K // wide).view(scales[0].dtype).double()
+            whole = scales[1].double() if is_four else 1.0
+            sides.append(values.double() * by_block.repeat_interleave(wide, 1) * whole)
+        y = sides[0] @ sides[1].t()
+        return (y if words["bias"] is None else y + words["bias"].double()).to(words["output_dtype"])
+
+    a, b = operand(160, 192, quantizer), operand(96, 192, quantizer)
+    bias = torch.randn(96) if with_bias else None
+    with monkeypatch.context() as patch:
+        patch.setattr(small_block_units.F, "scaled_mm", scaled_mm)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+            y = small_block_units.product_on_small_block_units(a, b, dtype, bias=bias)
+            expected = product(a, b, torch.float32, bias=bias)  # on a CPU: the definition
+            torch.testing.assert_close(y.float(), expected, rtol=tolerance, atol=tolerance * 20)
+    parts = {id(packed): packed.format.for_units(packed) for packed in (a, b)}  # type: ignore[attr-defined]
+    with FakeTensorMode():
+
+        def fake(packed: Packed) -> tuple[Tensor, list[Tensor]]:
+            codes, scales = parts[id(packed)]
+            one, *others = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (codes, *scales)]
+            return one, others
+
+        monkeypatch.setattr(small_block_units, "_for_units", fake)
+        y = small_block_units.product_on_small_block_units(a, b, torch.bfloat16, bias=None)
+    assert y.shape == (160, 96) and y.dtype == torch.bfloat16
+
+
+def test_which_small_blocks_the_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = [(10, 0)]
+    monkeypatch.setattr(small_block_units, "capability_of", lambda device: chip[0])
+
+    def takes(a: Packed, b: Packed) -> bool:
+        as_gpu = [
+            Packed(p.format, p.shape, p.dtype, {**p.parts, "codes": _OnGpu(p.codes)})  # type: ignore[dict-item]
+            for p in (a, b)
+        ]
+        return small_block_units.on_small_block_units(*as_gpu)
+
+    mx, tiles, four = (lambda M, K, i=i: operand(M, K, SMALL[i]) for i in (0, 1, 2))
+    assert (
+        takes(mx(32, 64), mx(96, 64))
+        and takes(mx(32, 64), tiles(96, 64))
+        and takes(four(32, 64), four(32, 64))
+    )
+    assert not takes(mx(32, 64), four(32, 64)) and not takes(mx(48, 64), mx(32, 64))
+    assert not takes(operand(32, 64, te.NVFP4Quantizer(row_scaled_nvfp4=True)), four(32, 64))
+    assert not takes(*(operand(32, 64, te.MXFP8Quantizer(E5)) for _ in range(2)))
+    assert not takes(operand(32, 64, by_tensor()), operand(32, 64, by_tensor()))
+    for other in ((9, 0), (12, 0)):
+        chip[0] = other
+        assert not takes(mx(32, 64), mx(96, 64))

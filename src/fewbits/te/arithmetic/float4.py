@@ -30,6 +30,7 @@ from fewbits.kernels.codec.small_blocks import (
     small_blocks,
     small_values,
 )
+from fewbits.te.arithmetic.layouts import swizzled
 
 _LARGEST = E2M1.largest  # 6
 _E4M3_LARGEST = 448.0
@@ -87,6 +88,18 @@ class Float4(BlockFormat):
         bound = self.scale_bound
         codes, scales = small_blocks(x, torch.uint8, self.block, amax=amax, bound=bound, seed=seed)
         return Packed(self, tuple(x.shape), x.dtype, {"codes": codes, "scales": scales, "amax": amax})
+
+    @property
+    def units_kind(self) -> str | None:
+        """What a GPU's units know it as: with one float32 scale for the tensor alone."""
+        return None if self.by_row else "nvfp4"
+
+    def for_units(self, packed: Packed) -> tuple[Tensor, list[Tensor]]:
+        """Codes of a packed matrix (M, K), two a byte, its scales as units read them, and its float32 one."""
+        scales = packed.scales.view(torch.uint8).repeat_interleave(self.block[0], 0)[: packed.shape[0]]
+        codes = packed.codes.contiguous().view(torch.float4_e2m1fn_x2)
+        whole = (packed.parts["amax"] / self.largest_of_tensor).reshape(1)
+        return codes, [swizzled(scales).view(torch.float8_e4m3fn), whole]
 
     def in_bfloat16(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """A packed matrix (M, K) without its float32 scale, exact in bfloat16, and that scale (1 or M, 1)."""

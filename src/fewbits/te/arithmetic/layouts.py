@@ -44,6 +44,18 @@ def scales_for_cublas(packed: Packed, *, columns: bool) -> Tensor:
     return padded(scales.t() if tall == 1 else scales, 1, 4)
 
 
+def swizzled(scales: Tensor) -> Tensor:
+    """Scales (M, C) in the order in which tensor cores read them, flat, padded with zeros.
+
+    Tiles of 128 rows and 4 columns follow each other by rows; in a tile the row 32 j + i and the column c
+    have place 16 i + 4 j + c.
+    """
+    whole = padded(scales, 128, 4)
+    R, C = whole.shape
+    tiles = whole.view(R // 128, 4, 32, C // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).contiguous().view(-1)
+
+
 def padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """``matrix`` (R, C) with zeros up to multiples of ``rows`` and ``columns``."""
     R, C = matrix.shape

@@ -16,6 +16,7 @@ from fewbits.formats.blocks import Block, scale_shape
 from fewbits.formats.contract import Contract
 from fewbits.formats.minifloat import power_of_e8m0
 from fewbits.kernels.codec.small_blocks import by_exponents_ref, small_blocks, small_values
+from fewbits.te.arithmetic.layouts import swizzled
 
 _KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -54,6 +55,13 @@ class Microscaled(BlockFormat):
             return super().quantize(x, seed=seed)
         codes, scales = small_blocks(x, self.torch_dtype, self.block)
         return Packed(self, tuple(x.shape), x.dtype, {"codes": codes, "scales": scales})
+
+    units_kind = "mxfp8"
+
+    def for_units(self, packed: Packed) -> tuple[Tensor, list[Tensor]]:
+        """Codes of a packed matrix (M, K) and its scales as a GPU's units read them: see `swizzled`."""
+        scales = packed.scales.repeat_interleave(self.block[0], 0)[: packed.shape[0]]
+        return packed.codes.contiguous(), [swizzled(scales).view(torch.float8_e8m0fnu)]
 
     def in_bfloat16(self, packed: Packed) -> tuple[Tensor, None]:
         """The values of a packed matrix (M, K) in bfloat16, exact as `small_blocks` says."""

@@ -27,6 +27,7 @@ from fewbits.kernels.codec.float8_operands_cuda import SmoothActivation
 from fewbits.kernels.launch.derivatives import once_differentiable
 from fewbits.te.arithmetic.float4 import is_float4, tensor_scale_apart
 from fewbits.te.products.emulated import product_in_bfloat16
+from fewbits.te.products.small_block_units import on_small_block_units, product_on_small_block_units
 from fewbits.te.products.units import on_units, product_on_units
 from fewbits.te.tensors.operand import Operand, plain
 from fewbits.te.tensors.quantizers import IdentityQuantizer, Quantizer
@@ -91,6 +92,8 @@ def product(
     if isinstance(a, Packed) and isinstance(b, Packed) and a.codes.device.type == "cuda":
         if on_units(a, b):
             return product_on_units(a, b, dtype, bias=bias, short=short)
+        if on_small_block_units(a, b):
+            return product_on_small_block_units(a, b, dtype, bias=bias)
         y = product_in_bfloat16(a, b, dtype)
     y = _by_definition(a, b, dtype) if y is None else y
     return y if bias is None else y + bias.to(dtype)
