@@ -7,8 +7,6 @@ typedef uint32_t u32;
 typedef uint16_t u16;
 typedef uint8_t u8;
 
-struct float2 { float x, y; };
-
 #define __noinline__
 inline float __uint_as_float(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 inline u32 __float_as_uint(float x) { u32 y; memcpy(&y, &x, 4); return y; }

@@ -80,11 +80,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shapes(format: Format) -> list[tuple[int, int]]:
-    """A whole number of blocks, and rows that end inside one."""
+    """A whole number of blocks, rows that end inside one, and more than one block of threads."""
     columns = format.contract.block[1]
     unit = columns if columns else 64
     rest = 8 if format in SMALL else 13
-    return [(5, 2 * unit), (33, unit + rest if columns else 77)]
+    return [(5, 2 * unit), (33, unit + rest if columns else 77), (37, 256)]
 
 
 @pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
@@ -104,6 +104,56 @@ def test_float16_and_rows_apart(folder: Path, name: str) -> None:
     packed = problem(FORMATS[name], 9, 256, 3)
     for room in (0, 5, 16):
         assert same(decoded(folder, packed, torch.float16, room), packed.dequantize(torch.float16))
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("name", ["int3_g128_zp", "mxfp8_e4m3", "gguf_q5_k", "gguf_q4_0"])
+def test_parts_may_begin_anywhere(folder: Path, name: str) -> None:
+    """As those of one expert of many do, or a part of a larger output: loads are as wide as that allows."""
+    format = FORMATS[name]
+    three = problem(format, 3 * 7, 256, 4)
+    for number in range(3):
+        parts = {n: part.view(3, 7, -1)[number] for n, part in three.parts.items()}
+        moved = torch.zeros(parts["codes"].numel() + 1, dtype=torch.uint8)[1:]
+        parts["codes"] = moved.copy_(parts["codes"].reshape(-1).view(torch.uint8)).view(parts["codes"].shape)
+        out = torch.full((7 * 256 + 1,), 7.0)[1:].view(7, 256)
+        call = described.call_of(format, parts, (7, 256), out)
+        assert dict(call.defines)["CODES_AT"] == 1 and dict(call.defines)["OUT_AT"] == 4
+        emulated.build(folder, described.SOURCE, "described_emulation.cpp", call.defines).run(
+            ctypes.byref(call.argument), call.grid[0]
+        )
+        assert same(out, three.dequantize(torch.float32)[7 * number : 7 * number + 7])
+
+
+@pytest.mark.skipif(emulated.COMPILER is None, reason="needs g++")
+def test_rows_are_found_by_a_product(folder: Path) -> None:
+    """The number that stands for a row's length, and beyond 2**31 eights a division."""
+    for K in (8, 16, 24, 4096, 11008, 14336, 151936, 2**31 - 8):
+        out = torch.empty(1, dtype=torch.bfloat16).expand(2, K)
+        one = FORMATS["int3"]
+        parts = {"codes": torch.empty(0, dtype=torch.uint8), "scales": torch.empty(2, 1)}
+        call = described.call_of(one, parts, (2, K), out)
+        multiplier, shift, eights = call.argument.multiplier, call.argument.shift, K // 8
+        if eights == 1:
+            assert dict(call.defines)["IS_LARGE"]
+            continue
+        limit = 2**31 // eights * eights
+        near = {
+            0,
+            1,
+            *(n * eights + d for n in (1, 2, 3, 1000) for d in (-1, 0, 1)),
+            *range(limit - 2, limit + 1),
+        }
+        assert all((x * multiplier >> 32) >> shift == x // eights for x in near if 0 <= x < 2**31)
+    packed = problem(one, 5, 40, 2)
+    out = torch.empty(5, 40)
+    call = described.call_of(one, packed.parts, (5, 40), out)
+    for is_large in (0, 1):
+        defines = tuple({**dict(call.defines), "IS_LARGE": is_large}.items())
+        emulated.build(folder, described.SOURCE, "described_emulation.cpp", defines).run(
+            ctypes.byref(call.argument), call.grid[0]
+        )
+        assert same(out, packed.dequantize(torch.float32))
 
 
 def test_every_format_with_a_decoded_product_has_a_kernel() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from fewbits.kernels.launch.jit import cdiv, on_device_of
 from fewbits.kernels.launch.prepared import keep_plans
 
 SOURCE, NAME = "codec/dequantize_described.cu", "dequantize_described"
-_THREADS, _ITEMS = 256, 4  # as in the source
+_THREADS, _ITEMS = 256, 4  # the first as in the source
 _NONE = "{0,0,1,1,0,0,0,0,0}"
 _KINDS = ("whole", "float", "table", "digit", "trellis")
 _STORED = ("float32", "e8m0", "e4m3", "e4m3_divided", "half", "exponent")
@@ -37,6 +37,7 @@ class Arguments(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zero_points", "whole", "out")),
         *((name, ctypes.c_int) for name in ("N", "K", "pitch", "scale_pitch", "stride")),
+        *((name, ctypes.c_uint) for name in ("multiplier", "shift")),
         ("table", ctypes.c_float * 16),
     ]
 
@@ -93,7 +94,7 @@ def _defines(format: Format, dtype: torch.dtype) -> nvrtc.Macros:
         "LOW_AT": d.low,
         "ADDS_LOW": int(d.adds_low),
         "KIND": _KINDS.index(d.kind),
-        "CENTER": d.center,
+        "CENTER": 1 if d.kind == "digit" else d.center,
         "SIGNED": int(d.is_signed),
         "INVERSE_UNIT": int(1 / d.unit),
         "MANTISSA": d.mantissa_bits,
@@ -123,10 +124,22 @@ def call_of(format: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...],
     pitch = parts["codes"].numel() * parts["codes"].element_size() // max(N, 1)
     scale_pitch = 0 if scales is None or scales.dim() == 0 else scales.shape[-1]
     table = (ctypes.c_float * 16)(*(d.table or (0.0,) * 16))
-    numbers = (N, K, pitch, scale_pitch, out.stride(0))
-    argument = Arguments(parts["codes"].data_ptr(), *pointers, out.data_ptr(), *numbers, table)
-    grid = (cdiv(N * cdiv(K, 8), _THREADS * _ITEMS), 1, 1)
-    return Call(argument, _defines(format, out.dtype), grid)
+    codes, eights = parts["codes"].data_ptr(), cdiv(K, 8)
+    bits = max(eights - 1, 0).bit_length()
+    # (x * multiplier) >> (31 + bits) is x // eights for every x below 2 ** 31, but where a row has one.
+    division = (cdiv(2 ** (31 + bits), eights), bits - 1) if bits else (0, 0)
+    numbers = (N, K, pitch, scale_pitch, out.stride(0), *division)
+    argument = Arguments(codes, *pointers, out.data_ptr(), *numbers, table)
+    place = {
+        "ITEMS": _ITEMS,
+        "CODES_AT": gcd(codes, pitch, 8),
+        "OUT_AT": gcd(out.data_ptr(), out.stride(0) * out.element_size(), 16),
+        "HAS_REST": int(K % 8 > 0),
+        "IS_STAGED": int(bool(d.scales) and K % d.size == 0),
+        "IS_LARGE": int(N * eights >= 2**31 or not bits),
+    }
+    grid = (cdiv(N * eights, _THREADS * _ITEMS), 1, 1)
+    return Call(argument, (*_defines(format, out.dtype), *place.items()), grid)
 
 
 def launch(format: Format, parts: Mapping[str, Tensor], shape: tuple[int, ...], out: Tensor) -> None:
