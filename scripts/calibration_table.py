@@ -22,7 +22,7 @@ from torch import Tensor
 from fewbits import FastLanguageModel
 from fewbits.inference.rounding.budget import Budget
 from fewbits.inference.rounding.pipeline import calibrate_checkpoint
-from fewbits.training.calibration.recovery import recover_checkpoint
+from fewbits.training.calibration.recovery import Recovery, recover_checkpoint
 
 WINDOW, MEASURED, CALIBRATING = 256, 48, 64
 
@@ -80,8 +80,9 @@ def main() -> None:
                 folders = {method: target}
                 if args.recover:
                     recovered = folders[f"{method}, {args.recover:g} min"] = Path(folder) / "recovered"
-                    words = {"minutes": args.recover, "length": WINDOW, "overwrite": True}
-                    print(recover_checkpoint(args.model, target, recovered, rows, **words).sentence)
+                    words = {"length": WINDOW, "overwrite": True}
+                    how = Recovery(args.recover)
+                    print(recover_checkpoint(args.model, target, recovered, rows, how, **words).sentence)
                 for label, place in folders.items():
                     packed, _ = FastLanguageModel.from_pretrained(place, dtype=torch.float32)
                     found = score(log_probabilities(packed, windows), plain, windows)

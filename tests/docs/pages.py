@@ -87,7 +87,7 @@ def run_page(path: Path, names: dict[str, Any], first: int | None = None) -> int
 def with_few_steps(words: list[str]) -> list[str]:
     """A page's run may be as long as a reader's would be; eight steps or a second show what it says."""
     few = words.copy()
-    for option, most in (("--max-steps", "8"), ("--recover", "0.02")):
+    for option, most in (("--max-steps", "8"), ("--recover", "0.02"), ("--recover-text", "1000")):
         if option in few:
             place = few.index(option) + 1
             few[place] = min(few[place], most, key=float)

@@ -191,9 +191,10 @@ def quantize(args: Namespace) -> int:
         from fewbits.cli.calibration import calibrate
 
         return calibrate(args)
-    for name in ("method", "samples", "length", "bits", "report", "recover"):
+    for name in ("method", "samples", "length", "bits", "report", "recover", "recover_rank", "recover_text"):
         if getattr(args, name) is not None:
-            raise BadInput(f"--{name} says how to calibrate; give --calibrate ROWS too, or leave it out.")
+            word = name.replace("_", "-")
+            raise BadInput(f"--{word} says how to calibrate; give --calibrate ROWS too, or leave it out.")
     if args.recipe is None and args.format is None:
         raise BadInput(
             "neither --recipe nor --format says what to quantise to; give one, as in --recipe qlora_nf4."

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fewbits.inference.rounding.pipeline import CalibrationResult, calibrate_che
 from fewbits.models.folders.whole_folder import check_destination
 from fewbits.models.packing.gguf_mix import recipe_of_format
 from fewbits.recipes import Recipe, get_recipe
-from fewbits.training.calibration.recovery import RecoveryResult, check_minutes, recover_checkpoint
+from fewbits.training.calibration.recovery import Recovery, RecoveryResult, recover_checkpoint
 
 
 def calibrate(args: Namespace) -> int:
@@ -29,8 +30,12 @@ def calibrate(args: Namespace) -> int:
     if args.report is not None:
         check_report(Path(args.report))
     if args.recover is None:
+        for word in ("recover_rank", "recover_text"):
+            if getattr(args, word) is not None:
+                named = word.replace("_", "-")
+                raise BadInput(f"--{named} says how to recover; give --recover MINUTES too, or leave it out.")
         return _show(args, _round(args, format, args.destination, overwrite=args.overwrite), None)
-    check_minutes(args.recover)
+    how = Recovery(args.recover, args.recover_rank or 0, args.recover_text or 0)
     check_destination(args.destination, overwrite=args.overwrite, protected=[args.source])
     rounded = _rounded_folder(args, format)
     result = None
@@ -45,12 +50,14 @@ def calibrate(args: Namespace) -> int:
             rounded,
             args.destination,
             args.calibrate,
-            minutes=args.recover,
+            how,
             overwrite=args.overwrite,
             progress=advance,
             **length,
         )
     shutil.rmtree(rounded)
+    if result is not None:  # where it was rounded to is gone
+        result = replace(result, folder=Path(args.destination))
     return _show(args, result, recovery)
 
 
@@ -126,7 +133,9 @@ def _show(args: Namespace, result: CalibrationResult | None, recovery: RecoveryR
         console().print(quantization_table(result))
         notes += result.notes
     if recovery is not None:
-        notes += [recovery.sentence, str(recovery.folder)]
+        notes.append(recovery.sentence)
+        if result is None:
+            notes.append(str(recovery.folder))
     for note in notes:
         console().print(note, highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -338,6 +338,18 @@ def _quantize(commands: Commands) -> None:
         metavar="MINUTES",
         help="with --calibrate: then train scales and norms for so long to say what the plain model says",
     )
+    sub.add_argument(
+        "--recover-rank",
+        type=int,
+        metavar="R",
+        help="with --recover: train an adapter of this rank too, in DST/recovery_adapter",
+    )
+    sub.add_argument(
+        "--recover-text",
+        type=int,
+        metavar="TOKENS",
+        help="with --recover: so much text that the plain model writes itself is trained on too",
+    )
     sub.add_argument("--samples", type=int, metavar="N", help="windows of text (default: 128)")
     sub.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 512)")
     sub.add_argument("--overwrite", action="store_true", help="replace the model that is in DST")

@@ -52,6 +52,7 @@ _BELONGS_TO_A_MODEL = (
     "merges.txt",
     "added_tokens.json",
     "adapter_model*",
+    "recovery_adapter",  # a folder, over this model alone
 )
 
 
