@@ -103,9 +103,7 @@ def test_scales_in_either_order(N: int, K: int, tiled: bool) -> None:
         peers.same_or_skip("torchao", found, ours, f"{(N, K)} of {element}")
     whole = (x.abs().max() / (448 * 6)).float()
     theirs = nv.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=whole, is_swizzled_scales=tiled)
-    parts = {
-        "_weight_qdata": theirs.qdata, "_weight_scale": theirs.scale, "_weight_per_tensor_scale": whole
-    }  # fmt: skip
+    parts = {"_weight_qdata": theirs.qdata, "_weight_scale": theirs.scale, "_weight_per_tensor_scale": whole}
     ours = from_torchao(parts, "x", {}, torch.bfloat16).dequantize(torch.float32)
     found = peers.same_twice_or_skip("torchao", lambda: theirs.dequantize(torch.float32), "a weight")
     peers.same_or_skip("torchao", found, ours, f"{(N, K)} of NVFP4", rtol=2**-22)
@@ -122,9 +120,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"_weight_qdata": codes[None], "_weight_scale": e8m0}, Unsupported, "linears'"),
         (
             {"_weight_qdata": codes, "_weight_scale": e4m3, "_weight_per_tensor_scale": torch.ones(2)},
-            Unsupported, "2 tensor scales",
+            Unsupported,
+            "2 tensor scales",
         ),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=words):
             from_torchao(parts, "x", {}, torch.bfloat16)
 

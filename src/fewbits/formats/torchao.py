@@ -118,7 +118,7 @@ def _nvfp4(codes: Tensor, scales: Tensor, whole: Tensor | None, name: str, dtype
     N, half = _two_dimensions(codes, name)
     if whole is not None and whole.numel() != 1:
         raise Unsupported(f"{name} has {whole.numel()} tensor scales; one is read. Use the original model.")
-    whole = torch.ones(1) if whole is None else whole
+    whole = torch.ones(1, dtype=torch.float32) if whole is None else whole
     rows = _rows_of_scales(scales.view(torch.uint8), (N, half // 8), name).view(torch.float8_e4m3fn)
     parts = {"codes": codes, "scales": rows, "tensor_scale": whole.float().reshape(1)}
     return Packed(NVFP4, (N, 2 * half), dtype, parts)

@@ -250,12 +250,12 @@ class _Learner:
 
     def add_text(self, tokens: int, cache: KeptWork, progress: Callable[[int, int], None] | None) -> None:
         """Train on text that the plain model writes, too."""
-        kept = cache.layer(_TEXT)
-        if kept is None:
+        earlier = cache.layer(_TEXT)
+        if earlier is None:
             windows = written_windows(self.teacher, self.windows, tokens, progress)
             cache.save(_TEXT, {"windows": windows}, {})
         else:
-            windows = kept[0]["windows"].to(self.windows.device)
+            windows = earlier[0]["windows"].to(self.windows.device)
         self.windows, self.written = torch.cat([self.windows, windows]), windows.numel()
 
     def add_branches(self, rank: int) -> None:

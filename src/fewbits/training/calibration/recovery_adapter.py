@@ -94,7 +94,7 @@ def first_branch(lost: Tensor, sizes: Tensor | None, rank: int) -> tuple[Tensor,
 def put_branches(
     model: nn.Module, teacher: nn.Module, names: Iterable[str], windows: Iterable[Tensor], rank: int
 ) -> dict[str, WithBranch]:
-    """Put a branch beside each of these packed linears, which are where they were; by their names."""
+    """Put a branch beside each of these packed linears; by their names. ``windows`` are of tokens (T,)."""
     names = list(names)
     sizes = input_sizes(teacher, names, windows)
     branches = {}

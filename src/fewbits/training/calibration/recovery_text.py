@@ -33,12 +33,12 @@ def written_windows(
         (ceil(tokens / T), T) int64, the same for the same model, windows and device.
     """
     length = windows.shape[1]
-    given, count = max(length // _BEGINNING, 1), -(-tokens // length)
+    beginning, count = max(length // _BEGINNING, 1), -(-tokens // length)
     generator = torch.Generator(windows.device).manual_seed(0)
     pieces = []
     for begin in range(0, count, rows := max(_AT_ONCE // length, 1)):
         picked = torch.arange(begin, min(begin + rows, count), device=windows.device) % len(windows)
-        pieces.append(_continued(model, windows[picked, :given], length, generator))
+        pieces.append(_continued(model, windows[picked, :beginning], length, generator))
         if progress is not None:
             progress(min((begin + rows) * length, tokens), tokens)
     return torch.cat(pieces) if pieces else windows[:0]
