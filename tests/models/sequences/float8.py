@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.kernels.product.matmul_packed import PLAIN
 from fewbits.nn.linear import QuantizedLinear
 from tests.models.sequences.expected import begins
 
@@ -203,9 +204,9 @@ class Member:
         self.group, self.number = group, number
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., K) to (..., N)."""
+        """(..., K) to (..., N); the layer's own while its operands are as they are, as a merge is compared."""
         module = self.group.modules[self.number]
-        if not self.group.on:
+        if not self.group.on or getattr(module, "base_layer", module).operands == PLAIN:
             return type(module).forward(module, x, *args, **kwargs)  # type: ignore[no-any-return]
         return self.group.output(self.number, x)
 

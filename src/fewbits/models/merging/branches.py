@@ -151,7 +151,9 @@ def _is_dora(module: nn.Module, adapter: str) -> bool:
 
 def plain_name(name: str) -> str:
     """A parameter's or module's name without what PEFT puts around it."""
-    return name.replace(".base_layer", "").replace(".original_module", "")
+    for around in (".token_adapter.base_layer", ".base_layer", ".original_module"):
+        name = name.replace(around, "")
+    return name
 
 
 def base_name(name: str) -> str:
