@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel, fuse, get_peft_model, lora_config, restore
 from fewbits.cli.models import merge_adapter
-from fewbits.errors import BadInput, Unsupported
+from fewbits.errors import BadInput, SpecMismatch, Unsupported
 from fewbits.formats import NF4
 from fewbits.models.adapting.adapters import load_adapter
 from fewbits.models.adapting.quantization_error import low_rank
@@ -171,6 +171,33 @@ def test_peft_alone_computes_it_and_a_merge_keeps_it(way: str, tied: bool, tmp_p
         plain(tmp_path / "merged"),
         peft.PeftModel.from_pretrained(plain(tmp_path / "base"), tmp_path / "adapter"),
     )
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")
+def test_added_tokens_that_train_alone_are_opened_and_merged(tied: bool, tmp_path) -> None:
+    """PEFT writes the whole embedding of a vocabulary that grew, and of a tied head the rows once more."""
+    save_tiny(tmp_path / "base", tie_word_embeddings=tied)
+    model, _ = loaded(tmp_path / "base", load_in_4bit=False)
+    first = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(first + 3)
+    model = FastLanguageModel.get_peft_model(model, r=4, trainable_token_indices=[first, first + 2])
+    ids = IDS.clone()
+    ids[:, ::3], ids[:, 1::3] = first, first + 2
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.grad is not None):
+            parameter.sub_(parameter.grad)
+    need = logits(model.eval(), ids)
+    model.save_pretrained(tmp_path / "adapter")
+    again, tokenizer = loaded(tmp_path / "adapter", load_in_4bit=False)
+    torch.testing.assert_close(logits(again.eval(), ids), need)
+    packed, _ = loaded(tmp_path / "adapter")
+    packed.save_pretrained_merged(tmp_path / "merged", tokenizer, dtype=torch.float32)
+    torch.testing.assert_close(logits(plain(tmp_path / "merged"), ids), need, atol=2e-5, rtol=1e-4)
+    base, _ = loaded(tmp_path / "base")
+    with pytest.raises(SpecMismatch, match="another vocabulary"):
+        load_adapter(base, tmp_path / "adapter")
 
 
 def test_a_head_that_trains_whole_needs_no_logits(tmp_path) -> None:

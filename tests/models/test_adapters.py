@@ -185,6 +185,9 @@ def test_several_adapters_switch_disable_and_delete(tmp_path: Path) -> None:
     assert torch.equal(logits(twice), two)
     twice.set_adapter("other")
     assert torch.equal(logits(twice), one)
+    with pytest.raises(BadInput, match=r"delete_adapter\('other'\)"):
+        load_adapter(twice, tmp_path / "two", adapter_name="other")
+    assert torch.equal(logits(twice), one)
     plain = peft.PeftModel.from_pretrained(rounded(), tmp_path / "one", adapter_name="one")
     plain.load_adapter(tmp_path / "two", adapter_name="two")
     plain.base_model.set_adapter(["one", "two"])

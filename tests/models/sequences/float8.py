@@ -204,7 +204,7 @@ class Member:
         self.group, self.number = group, number
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., K) to (..., N); the layer's own while its operands are as they are, as a merge is compared."""
+        """(..., K) to (..., N); its own while operands are as they are (as merges are compared)."""
         module = self.group.modules[self.number]
         if not self.group.on or getattr(module, "base_layer", module).operands == PLAIN:
             return type(module).forward(module, x, *args, **kwargs)  # type: ignore[no-any-return]

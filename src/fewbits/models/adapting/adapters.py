@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fewbits.decoder.fuse import fusion_of
-from fewbits.errors import BadCheckpoint, SpecMismatch, Unsupported
+from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.families.spec import ModelSpec
 from fewbits.host.generic import READ_PAST
 from fewbits.host.record import add_notes, notes_of
@@ -236,11 +236,17 @@ def load_adapter(
 
     Raises:
         BadCheckpoint: the folder has no adapter, a damaged one, or one stored as a pickle.
+        BadInput: the model has an adapter of that name.
         SpecMismatch: adapter and base do not fit together.
         Unsupported: no LoRA, or it trained a weight that is packed here.
     """
     import peft
 
+    if isinstance(model, peft.PeftModel) and adapter_name in model.peft_config:
+        raise BadInput(
+            f"this model has an adapter {adapter_name!r}; give that in {path} another adapter_name, or call"
+            f" model.delete_adapter({adapter_name!r}) first."
+        )
     weights = read_adapter(path)
     try:
         config = peft.PeftConfig.from_pretrained(str(path))
