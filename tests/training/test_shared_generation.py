@@ -101,6 +101,14 @@ def test_one_process_alone_is_told_so(tmp_path: Path) -> None:
         fewbits.load_shared_model(tmp_path, on_gpu=False)
 
 
+def test_folders_that_hold_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(BadInput, match="holds an adapter; merge it into its base"):
+        fewbits.load_shared_model(tmp_path)
+    with pytest.raises(BadInput, match=r"there is no folder .*download the model first"):
+        fewbits.load_shared_model(tmp_path / "other")
+
+
 @pytest.mark.slow
 def test_guesses_change_no_text() -> None:
     ranks = run_ranks(guessed, 2)

@@ -45,9 +45,10 @@ def load_shared_model(
         The model, on which `generate` is called with the same inputs in every process, and the tokenizer.
 
     Raises:
-        BadInput: this is one process alone.
+        BadInput: this is one process alone, or the folder holds no model.
         Unsupported: the family, the number of heads or a packed weight cannot be shared by so many.
     """
+    folder = _of_a_model(Path(folder))
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     if not distributed.is_initialized():  # the caller's own group stays
         join(on_gpu=on_gpu)
@@ -64,9 +65,24 @@ def load_shared_model(
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     chosen = get_recipe(recipe) if isinstance(recipe, str) else recipe
     model, _ = load_tensor_parallel_model(str(folder), mesh, recipe=chosen, dtype=dtype, trains=False)
-    if (Path(folder) / "generation_config.json").exists():
+    if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     stop_at_turns(model, tokenizer)
     model.fewbits_tokenizer = tokenizer
     FastLanguageModel.for_inference(with_methods(model))
     return model, tokenizer
+
+
+def _of_a_model(folder: Path) -> Path:
+    """The folder, if it is one and holds a whole model."""
+    if not folder.is_dir():
+        raise BadInput(
+            f"there is no folder {folder}; each process reads its part of the files itself, so download the"
+            " model first and give its folder."
+        )
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise BadInput(
+            f"{folder} holds an adapter; merge it into its base (fewbits merge, or save_pretrained_merged),"
+            " and give the merged folder."
+        )
+    return folder
