@@ -10,7 +10,8 @@ import torch
 from fewbits import sc_matmul
 from fewbits.errors import BadInput, Unsupported
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
-from fewbits.nn.row_plan import RowPlan, call_groups, integer_product
+from fewbits.kernels.stochastic.integer_product import integer_product
+from fewbits.nn.row_plan import RowPlan, call_groups
 from fewbits.nn.stochastic.attention import AttentionProducts, stochastic_attention
 from fewbits.nn.stochastic.linear import StochasticLinear
 from fewbits.nn.stochastic.product import stochastic_product

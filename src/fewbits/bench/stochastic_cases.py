@@ -13,12 +13,14 @@ from fewbits.bench.problem import Case, Problem, differentiated, randn
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.kernels.stochastic.codes import stochastic_codes
 from fewbits.kernels.stochastic.emulated import emulated_product, prepare_emulated, stochastic_emulated
+from fewbits.kernels.stochastic.integer_product import integer_product
 from fewbits.kernels.stochastic.quantize import quantize_stochastic
 from fewbits.kernels.stochastic.rows import stochastic_rows
 
 # Measured on normal values: 0.022 for full streams, 0.038 for halved ones.
 _STREAM_ERROR = 0.06
 _SHORT_STREAM_ERROR = 0.2
+_CODES_ERROR = 0.02  # two operands in steps of 1/127 of the largest of 128 values
 _OPTIONS = {
     "sc8_halve": STOCHASTIC,
     "sc8_full": Stochastic(chunk_d=128),
@@ -101,6 +103,43 @@ def _codes_problem(case: Case, device: torch.device) -> Problem:
     a, b = options.quantize(x), options.quantize(weight)
     functions: dict[str, Callable[[], Tensor]] = {
         "fewbits": lambda: stochastic_codes(a.codes, a.scales, b.codes, b.scales, options),
+        "torch_bfloat16": lambda: x @ weight.t(),
+    }
+
+    def exact() -> Sequence[Tensor]:
+        return (x.double() @ weight.double().t(),)
+
+    return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
+
+
+def integer_cases(max_size: int) -> list[Case]:
+    """Codes as whole numbers, chunk by chunk: what INT layers compute of a prompt and of a token."""
+    N, K, listed = min(14336, max_size), min(4096, max_size), []
+    for M in (1, 2048):
+        rows = min(M, max_size)
+        listed.append(
+            Case(
+                op="integer_product",
+                part="forward",
+                format="int8",
+                M=rows,
+                N=N,
+                K=K,
+                flops=2 * rows * N * K,
+                bytes_moved=(N + rows) * (K + K // 32) + 4 * rows * N,
+                tolerance=_CODES_ERROR,
+                build=_integer_problem,
+            )
+        )
+    return listed
+
+
+def _integer_problem(case: Case, device: torch.device) -> Problem:
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    weight = randn(device, torch.bfloat16, case.N, case.K)
+    a, b = STOCHASTIC.quantize(x), STOCHASTIC.quantize(weight)
+    functions: dict[str, Callable[[], Tensor]] = {
+        "fewbits": lambda: integer_product(a.codes, a.scales, b.codes, b.scales, STOCHASTIC),
         "torch_bfloat16": lambda: x @ weight.t(),
     }
 
@@ -266,4 +305,12 @@ def _emulated_problem(case: Case, device: torch.device) -> Problem:
     return Problem({name: differentiated(f, (), x, 0) for name, f in functions.items()}, exact)
 
 
-MAKERS = (stochastic_cases, codes_cases, rows_cases, attention_cases, emulated_cases, quantize_cases)
+MAKERS = (
+    stochastic_cases,
+    codes_cases,
+    integer_cases,
+    rows_cases,
+    attention_cases,
+    emulated_cases,
+    quantize_cases,
+)

@@ -81,37 +81,10 @@ def call_groups(x: Tensor, thresholds: Tensor) -> Tensor:
     """
     if not x.shape[-2]:
         return torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device)
-    largest = x.detach().float().abs().amax(-1)
+    least, most = torch.aminmax(x.detach(), dim=-1)  # reads x once, where abs would write it again
+    largest = torch.maximum(most, -least).float()
     low = largest.amin(-1, keepdim=True)
     spread = largest.amax(-1, keepdim=True) - low
     share = (largest - low) / spread
     group = (thresholds > share[..., None]).sum(-1)
     return group.masked_fill(spread < _ALL_EQUAL, 0)
-
-
-def integer_product(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Stochastic) -> Tensor:
-    """The exact product of codes, chunk by chunk: sums below 2**24, so float32 holds them.
-
-    Args:
-        qa: (..., N, D) int8 codes of a.
-        sa: (..., N, C) float32 scales of a.
-        qb: (..., M, D) int8 codes of b.
-        sb: (..., M, C) float32 scales of b.
-        options: that made them.
-
-    Returns:
-        (..., N, M) float32.
-    """
-    y = torch.zeros(*qa.shape[:-1], qb.shape[-2], device=qa.device, dtype=torch.float32)
-    with torch.autocast(qa.device.type, enabled=False):
-        for i, chunk in enumerate(options.chunks(qa.shape[-1])):
-            for part in _exact_parts(chunk, options.max_code):
-                acc = qa[..., part].float() @ qb[..., part].float().mT
-                y += acc.mul_(sa[..., i, None] * sb[..., None, :, i])
-    return y
-
-
-def _exact_parts(chunk: slice, max_code: int) -> list[slice]:
-    size = 2**24 // max_code**2
-    starts = range(chunk.start, chunk.stop, size)
-    return [slice(start, min(start + size, chunk.stop)) for start in starts]

@@ -34,12 +34,13 @@ from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.launch.matrix import rows_of
 from fewbits.kernels.product.matmul_packed import decode, product_dtype, signature
+from fewbits.kernels.stochastic.integer_product import integer_product
 from fewbits.kernels.stochastic.matmul import product_of_codes
 from fewbits.kernels.stochastic.quantize import quantize_stochastic
 from fewbits.kernels.stochastic.rows import stochastic_rows
 from fewbits.nn.finite import check_finite
 from fewbits.nn.linear import LinearFormats, QuantizedLinear
-from fewbits.nn.row_plan import call_groups, integer_product
+from fewbits.nn.row_plan import call_groups
 from fewbits.nn.stochastic.group import StochasticGroup
 
 # What a layer may hold beside its codes and scales; all are saved with the model.

@@ -15,9 +15,10 @@ from torch import Tensor
 from fewbits.errors import Unsupported
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.stochastic.codes import stochastic_codes
+from fewbits.kernels.stochastic.integer_product import integer_product
 from fewbits.kernels.stochastic.matmul import sc_matmul_ref
 from fewbits.kernels.stochastic.quantize import quantize_stochastic
-from fewbits.nn.row_plan import STREAMS, RowPlan, integer_product
+from fewbits.nn.row_plan import STREAMS, RowPlan
 
 
 class _StraightThrough(torch.autograd.Function):
