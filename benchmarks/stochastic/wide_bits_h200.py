@@ -1,10 +1,9 @@
 """Stochastic products by warpgroups' products of bits (wide_bits.cu): exact, then times.
 
-    PYTHONPATH=src:. python benchmarks/stochastic/wide_bits_h200.py      # about 100 s on an H200
+    PYTHONPATH=src:. python benchmarks/stochastic/wide_bits_h200.py      # about a minute on an H200
 
-Beside cuBLAS in bfloat16 and the kernels that are chosen now. Not run to its end yet (24 November 2026: five
-cases with 32 columns were exact, nothing was timed). It decides whether `ways` of
-`fewbits.kernels.stochastic.choice` takes these kernels, and what `estimated_clocks` says of them.
+Every width of tile, beside cuBLAS in bfloat16 and what is chosen; `wide_bits.plan` and `estimated_clocks` of
+`fewbits.kernels.stochastic.choice` are made from these times.
 Floors, times bfloat16 at its peak: 1.5 at 8 steps, 2 at 16, 3 at 32, 5 at 64, 9 at 128.
 """
 
@@ -43,7 +42,7 @@ PLAIN = wide_bits.plan
 
 def with_columns(columns: int) -> None:
     """Blocks of so many of a's rows, whatever the estimate."""
-    wide_bits.plan = partial(PLAIN, columns={columns: 1})  # type: ignore[assignment]
+    wide_bits.plan = partial(PLAIN, columns=columns)  # type: ignore[assignment]
 
 
 def check(device: torch.device) -> None:
@@ -88,13 +87,14 @@ def main() -> None:
                 with_columns(columns)
                 us = clock(partial(wide_bits.launch, operands, tables, None, 128, y))
                 words.append(f"{columns} columns {us:.0f} ({us / exact:.2f})")
+            wide_bits.plan = PLAIN
             present = clock(partial(stochastic_codes, *operands, options))
             if rows <= 256:
                 z, counts = torch.empty_like(y), lookup.tables_of(options, (length,), 128, device)
                 lookup.launch(operands, counts, None, 128, z)
                 words.append("equals few rows'" if torch.equal(z, y) else "DIFFERENT")
             print(
-                f"{name} {rows} rows, {length} steps: bf16 {exact:.0f} us, now {present:.0f} |",
+                f"{name} {rows} rows, {length} steps: bf16 {exact:.0f} us, chosen {present:.0f} |",
                 " | ".join(words),
                 flush=True,
             )

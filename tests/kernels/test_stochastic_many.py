@@ -178,45 +178,46 @@ def test_parts_cover_each_value_once(monkeypatch: pytest.MonkeyPatch, workspace:
     assert (by_bits == 1).all() and (by_tables == 1).all()
 
 
-def gpu_of(shared: int) -> Device:
+def gpu_of(shared: int, capability: tuple[int, int] = (9, 0)) -> Device:
     return Device(
         type="cuda",
         name="",
         memory_bytes=0,
-        capability=(9, 0),
+        capability=capability,
         multiprocessors=132,
         shared_memory_bytes=shared,
     )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "longest", "name"),
+    ("sizes", "longest", "name", "before"),
     [
-        ((1, 16, 14336, 4096), 32, "few rows"),
-        ((1, 32, 14336, 4096), 128, "few rows"),
-        ((1, 64, 14336, 4096), 128, "32 rows"),
-        ((1, 128, 14336, 4096), 128, "32 rows"),
-        ((1, 128, 4096, 14336), 128, "few rows"),
-        ((1, 2048, 14336, 4096), 32, "bits"),
-        ((1, 2048, 14336, 4096), 64, "32 rows"),
-        ((1, 2048, 14336, 4096), 128, "32 rows"),
-        ((1, 2048, 4096, 14336), 256, "32 rows"),
-        ((1, 2048, 14336, 4096), 0, "32 rows"),
-        ((8, 8192, 2048, 128), 128, "32 rows"),
-        ((8, 8192, 128, 2048), 128, "32 rows of b"),
+        ((1, 16, 14336, 4096), 32, "few rows", "few rows"),
+        ((1, 32, 4096, 14336), 128, "few rows", "few rows"),
+        ((1, 64, 14336, 4096), 128, "wide bits", "few rows"),
+        ((1, 128, 4096, 14336), 128, "wide bits", "few rows"),
+        ((1, 2048, 14336, 4096), 32, "wide bits", "bits"),
+        ((1, 2048, 14336, 4096), 64, "wide bits", "32 rows"),
+        ((1, 2048, 14336, 4096), 128, "wide bits", "32 rows"),
+        ((1, 2048, 4096, 14336), 256, "32 rows", "32 rows"),
+        ((1, 2048, 14336, 4096), 0, "32 rows", "32 rows"),
+        ((1, 2048, 14336, 4100), 64, "32 rows", "32 rows"),
+        ((8, 8192, 2048, 128), 128, "wide bits", "32 rows"),
+        ((8, 8192, 128, 2048), 128, "wide bits of b", "32 rows of b"),
     ],
 )
-def test_the_kernels_of_a_product(sizes, longest: int, name: str) -> None:
-    """Those that were the quickest when all were measured; few rows' where shared memory is small."""
+def test_the_kernels_of_a_product(sizes, longest: int, name: str, before: str) -> None:
+    """Those that were the quickest when all were measured; on older GPUs; where shared memory is small."""
     chunked = choice.Sizes(*sizes, min(128, sizes[3]) if sizes[0] == 1 else sizes[3])
     assert choice.ways(chunked, longest, gpu_of(227 * 1024))[0].name == name
+    assert choice.ways(chunked, longest, gpu_of(227 * 1024, (8, 0)))[0].name == before
     assert [way.name for way in choice.ways(chunked, longest, gpu_of(64 * 1024))] == ["few rows"]
 
 
 @pytest.mark.slow
 def test_counts_that_do_not_fit_take_the_next_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Independent numbers are too far from straight lines for 4 bits, and the choice says so."""
-    monkeypatch.setattr(choice, "describe", lambda device: gpu_of(227 * 1024))
+    monkeypatch.setattr(choice, "describe", lambda device: gpu_of(227 * 1024, (8, 0)))
     sizes, cpu = choice.Sizes(1, 2048, 14336, 4096, 128), torch.device("cpu")
     chosen = choice.choose(sizes, STOCHASTIC, (128,), cpu, mixed=False)
     assert (chosen.way.name, chosen.reason) == ("32 rows", "")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import STOCHASTIC, Stochastic
 from fewbits.formats.streams import product_tables
-from fewbits.kernels.stochastic import wide_bits
+from fewbits.kernels.stochastic import wide_bits, wide_lengths
 from fewbits.kernels.stochastic.codes import stochastic_codes, stochastic_codes_ref
 from tests.kernels import emulated
 from tests.kernels.test_stochastic_lookup import operands_of
@@ -55,8 +55,9 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     driver = Emulated(libraries)
     monkeypatch.setattr(wide_bits, "nvrtc", driver)
-    monkeypatch.setattr(wide_bits, "describe", lambda device: H200)
-    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan, columns={32: 1}))
+    for module in (wide_bits, wide_lengths):
+        monkeypatch.setattr(module, "describe", lambda device: H200)
+    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan, columns=32))
     new = torch.empty  # what a kernel does not write must not look right
     monkeypatch.setattr(wide_bits.torch, "empty", lambda *args, **kwargs: new(*args, **kwargs).fill_(77))
     return driver
@@ -97,7 +98,7 @@ def test_the_source_gives_the_definition(driver: Emulated, name: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("columns", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_wider_blocks_give_the_definition(driver: Emulated, monkeypatch, columns: int) -> None:
-    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan.func, columns={columns: 1}))
+    monkeypatch.setattr(wide_bits, "plan", partial(wide_bits.plan.func, columns=columns))
     operands = operands_of(STOCHASTIC, 1, columns + 3, 70, 64)
     y = run(operands, STOCHASTIC, (32,), None)
     assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (32,)))
@@ -123,6 +124,61 @@ def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, 
     y = run(operands, STOCHASTIC, (32,), None)
     assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (32,)))
     assert [name for name, _ in driver.launches].count("stochastic_wide_bits") == 4
+
+
+# Levels as a caller gives them, and the shape of what tells each row's.
+LENGTHS = {
+    "four groups": ((128, 96, 40, 20, 6), (2, 70, 1)),
+    "rows alike in a batch": ((16, 0, 128), (1, 70, 1)),
+    "chunks of their own": ((64, 9), (2, 70, 3)),
+    "one for all rows": ((64, 9), (1, 1, 1)),
+    "the first": ((9, 64), None),
+    "one group": ((25, 0, 32), (2, 70, 1)),
+}
+
+
+@pytest.fixture
+def always_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide_lengths, "is_quicker", lambda sizes, widths, gpu: True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", LENGTHS)
+def test_rows_in_the_order_of_their_lengths_give_the_definition(
+    driver: Emulated, always_apart: None, name: str
+) -> None:
+    levels, shape = LENGTHS[name]
+    operands = extreme(operands_of(STOCHASTIC, 2, 70, 20, 272), STOCHASTIC.max_code)
+    index = None if shape is None else torch.randint(0, len(levels), shape, dtype=torch.uint8)
+    tables = wide_lengths.tables_of(STOCHASTIC, levels, 128, torch.device("cpu"))
+    assert tables is not None
+    y = torch.full((2, 70, 20), torch.nan)
+    wide_lengths.launch(operands, tables, index, 128, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels, index))
+    groups = 4 if "four" in name else 2 if "alike" in name else 1
+    assert [kernel for kernel, _ in driver.launches].count("stochastic_wide_bits") == groups
+
+
+@needs_compiler
+def test_lengths_in_parts_are_the_whole(
+    driver: Emulated, always_apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wide_bits, "_WORKSPACE_BYTES", 1)
+    operands = operands_of(STOCHASTIC, 2, 40, 20, 64)
+    index = torch.randint(0, 2, (2, 40, 1), dtype=torch.uint8)
+    tables = wide_lengths.tables_of(STOCHASTIC, (8, 40), 64, torch.device("cpu"))
+    y = torch.full((2, 40, 20), torch.nan)
+    wide_lengths.launch(operands, tables, index, 64, y)
+    assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, (8, 40), index))
+
+
+def test_when_rows_are_ordered() -> None:
+    """Where it was quicker on an H200 (28 November 2026), if lengths are as often."""
+    gate, scores, few = (1, 2048, 14336, 32, 128), (8, 8192, 2048, 1, 128), (1, 256, 1024, 32, 128)
+    assert wide_lengths.is_quicker(gate, (32, 64, 128), H200)
+    assert not wide_lengths.is_quicker(gate, (128,), H200)
+    assert not wide_lengths.is_quicker(scores, (32, 64), H200)
+    assert not wide_lengths.is_quicker(few, (32, 64, 128), H200)
 
 
 @pytest.mark.parametrize("of_b", [False, True])
@@ -162,6 +218,8 @@ def test_what_has_no_tables() -> None:
     assert wide_bits.fits((9, 0), 112, 128) and not wide_bits.fits((9, 0), 112, 129)
     assert wide_bits.tables_of(STOCHASTIC, (32,), 37, cpu) is None
     assert wide_bits.tables_of(STOCHASTIC, (0,), 128, cpu) is None
+    assert wide_lengths.tables_of(STOCHASTIC, (0,), 128, cpu) is None
+    assert wide_lengths.tables_of(FULL, (256, 9), 128, cpu) is None
     assert wide_bits.tables_of(replace(STOCHASTIC, gate="and"), (32,), 128, cpu) is None
 
 
@@ -173,7 +231,7 @@ def test_compiles_to_machine_code() -> None:
         pytest.skip(str(nvrtc.missing()))
     for longest, columns in ((8, 32), (64, 64), (128, 128)):
         how = wide_bits.plan(
-            1, 2048, 4096, 64, longest, multiprocessors=132, shared=227 * 1024, columns={columns: 1}
+            1, 2048, 4096, 32, 128, longest, multiprocessors=132, shared=227 * 1024, columns=columns
         )
         assert how.depth >= 2 and how.shared_bytes <= 227 * 1024
         assert nvrtc.cubin(wide_bits.SOURCE, how.defines, 90)[:4] == b"\x7fELF"

@@ -4,6 +4,7 @@
 #define shared ((u32 *)emulation::memory.data())
 #define EMULATED 1
 #define __popc __builtin_popcount
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 typedef unsigned int u32;
 typedef unsigned char u8;
 typedef unsigned long long u64;
@@ -38,6 +39,8 @@ inline Waiting &own_products() {
     return waiting[threadIdx.x];
 }
 inline void registers_are_written() {}
+template <int COUNT> inline void give_registers() {}
+template <int COUNT> inline void take_registers() {}
 inline void commit_products() { own_products().groups.emplace_back(); }
 template <int LEFT> inline void wait_products() {
     auto &groups = own_products().groups;
@@ -46,7 +49,7 @@ template <int LEFT> inline void wait_products() {
         groups.erase(groups.begin());
     }
 }
-inline u64 description_of(int at) { if (at % 128) abort(); return at; }
+inline u64 description_of(int at) { if (at % 128) abort(); return at / 16; }
 inline u32 shifted(u32 x, int by) { return (u32)by > 31 ? 0 : x << by; }
 // The registers are read when the product is waited for: they must not have changed by then.
 template <class Dot> inline void multiply(int *d, const u32 *a, u64 b, Dot dot) {
@@ -66,7 +69,7 @@ template <class Dot> inline void multiply(int *d, const u32 *a, u64 b, Dot dot) 
             for (int i = 0; i < 4; i++) {
                 const int column = 2 * t + i % 2;
                 for (int k = 0; k < 8; k++) {
-                    const u32 w = ((u32 *)emulation::memory.data())[(b + group * 256 + k / 4 * 128 + column * 16) / 4 + k % 4];
+                    const u32 w = ((u32 *)emulation::memory.data())[(b * 16 + group * 256 + k / 4 * 128 + column * 16) / 4 + k % 4];
                     d[4 * group + i] += dot(of_g[k % 4][i / 2 + k / 4 * 2], w);
                 }
             }

@@ -30,3 +30,6 @@ static __device__ __forceinline__ void wait_until_turned(int barrier, u32 odd) {
     asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(shared_address() + barrier),
                  "r"(odd) : "memory");
 }
+// A warpgroup's registers for each thread from here on: all four warps ask for them, and what one gives another takes.
+template <int COUNT> static __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+template <int COUNT> static __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }

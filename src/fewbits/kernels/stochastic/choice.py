@@ -15,16 +15,18 @@ import torch
 from fewbits.device import Device, describe
 from fewbits.formats.stochastic import Stochastic
 from fewbits.kernels.launch.jit import cdiv
-from fewbits.kernels.stochastic import bits, lookup, many, nibbles, wide_bits
+from fewbits.kernels.stochastic import bits, lookup, many, nibbles, wide_bits, wide_lengths
 from fewbits.kernels.stochastic.parts import Launch
 
 _FEW_ROWS = 16  # for which nothing else than lookups comes into question
-_LOOKUP_CLOCKS = 0.037  # of a multiprocessor, for a product of two codes
+_LOOKUP_CLOCKS = 0.024  # of a multiprocessor, for a product of two codes
 _TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
 _BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
 _WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
 _EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
 _TURNING_CLOCKS = 0.5  # of a multiprocessor, for a value of y
+_WIDE_ROW_CLOCKS = (48, 1.9)  # of a multiprocessor, for a row's visit and each of its steps
+_WIDE_LAUNCH_CLOCKS = 45_000  # of its launches, beside those of many rows
 
 
 class Sizes(NamedTuple):
@@ -51,8 +53,7 @@ ROWS_16 = Way("16 rows", lookup.tables_of, many.launch)
 ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
 ROWS_32_OF_B = Way("32 rows of b", nibbles.tables_of_b, nibbles.launch_swapped, True)
 BITS = Way("bits", bits.tables_of, bits.launch)
-# Exact, but not timed on a GPU yet, so `ways` leaves them out: benchmarks/stochastic/wide_bits_h200.py.
-WIDE = Way("wide bits", wide_bits.tables_of, wide_bits.launch)
+WIDE = Way("wide bits", wide_lengths.tables_of, wide_lengths.launch)
 WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped, True)
 
 
@@ -102,7 +103,7 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
         plan = many.plan(batch, rows, outputs, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors)
         clocks[ROWS_16] = many.clocks(plan, multiprocessors)
     if shared >= nibbles.SHARED_BYTES:
-        turning = batch * rows * outputs * _TURNING_CLOCKS / multiprocessors
+        turning = turning_of(sizes) / multiprocessors
         for way, n, m, more in ((ROWS_32, rows, outputs, 0.0), (ROWS_32_OF_B, outputs, rows, turning)):
             small = nibbles.plan(
                 batch, n, m, cdiv(inner, chunk), chunk, multiprocessors=multiprocessors, shared=shared
@@ -115,4 +116,28 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / multiprocessors
         padded = cdiv(inner, chunk) * 32 * bits.stages_of_chunk(chunk, words, bits.share_of(longest))
         clocks[BITS] = waves * padded * _BITS_CLOCKS + expansion
+    if shared >= wide_bits.SHARED_BYTES and wide_bits.fits(gpu.capability, inner, longest):
+        for way, n, m, more in ((WIDE, rows, outputs, 0.0), (WIDE_OF_B, outputs, rows, turning_of(sizes))):
+            clocks[way] = (
+                _wide_clocks(sizes._replace(rows=n, outputs=m), longest, gpu) + more / multiprocessors
+            )
     return clocks
+
+
+def turning_of(sizes: Sizes) -> float:
+    """Clocks of one multiprocessor to turn y round."""
+    return sizes.batch * sizes.rows * sizes.outputs * _TURNING_CLOCKS
+
+
+def _wide_clocks(sizes: Sizes, longest: int, gpu: Device) -> float:
+    """Of `wide_bits`, whose ``rows`` are those whose bits are written."""
+    batch, rows, outputs, inner, chunk = sizes
+    plan = wide_bits.plan(
+        *(batch, rows, outputs, cdiv(inner, chunk), chunk, longest),
+        multiprocessors=gpu.multiprocessors,
+        shared=gpu.shared_memory_bytes,
+    )
+    of_visit, of_step = _WIDE_ROW_CLOCKS
+    preparing = batch * rows * plan.visits * (of_visit + of_step * plan.steps)
+    preparing += batch * outputs * inner * wide_bits.CODE_CLOCKS
+    return plan.clocks + _WIDE_LAUNCH_CLOCKS + preparing / gpu.multiprocessors

@@ -6,10 +6,9 @@ Nothing here needs a GPU but `launch`: the tests run the same source on a CPU wi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -34,12 +33,16 @@ _PIECE = 16  # of them that a thread reads at once: where rows and chunks begin
 _GROUPS = 2  # warpgroups of a block
 _OUTPUTS = 64  # of a warpgroup
 _MOST_STAGES = 8
-_MAPPING_BLOCKS = 1024
+_SLOTS = 3  # for the codes of a unit of visits
+_TILE_BYTES = _OUTPUTS * _VISIT  # of codes
+_EXACT = 2**22  # counts below become floats by one subtraction
+_MAPPING_BLOCKS = 2048
 _WORKSPACE_BYTES = 2**30  # of a's bits
 
-# What a block takes for a step, in clocks of an H200, by its columns: the products of two warpgroups
-# (measured alone: 64 clocks each of 128 columns) and what surrounds them (a guess).
-_STEP_CLOCKS = {128: 165, 64: 90, 32: 60}
+# What a block takes for a visit and for each of its steps, in clocks, by its columns: as measured on an H200.
+_CLOCKS = {128: (800, 150), 64: (450, 123), 32: (375, 106)}
+CODE_CLOCKS = 0.2  # of a multiprocessor, for a code of b
+_WRITING_CLOCKS = 28  # for a row of a tile of y
 
 
 class Tables(NamedTuple):
@@ -47,7 +50,8 @@ class Tables(NamedTuple):
 
     words_a: Tensor  # (levels, masks, 128, words) int32: of the operand whose bits are written
     ones_b: Tensor  # (masks, 128) int8: of the other
-    masks: Tensor  # (chunk,) uint8
+    counts_a: Tensor  # (levels, masks, 128) uint8: how many bits of words_a are set
+    masks: Tensor  # (chunk, rounded up to 64) uint8
     factors: Tensor  # (levels,) float32
     share: int  # codes in a word
     skip: int  # ones of b from here on are kept less one
@@ -56,6 +60,11 @@ class Tables(NamedTuple):
     def words(self) -> int:
         """Of a code."""
         return self.words_a.shape[3]
+
+    @property
+    def width(self) -> int:
+        """Steps that a code has bits for."""
+        return 32 * self.words // self.share
 
 
 @keep_tables(maxsize=256)
@@ -68,6 +77,8 @@ def tables_of(
     """
     longest = max(levels)
     if not 0 < longest <= LONGEST or chunk % _PIECE or not options.streams.by_prefix:
+        return None
+    if chunk * width_of(longest) >= _EXACT:
         return None
     masks = options.masks(chunk)
     distinct, cpu, codes = tuple(dict.fromkeys(masks)), torch.device("cpu"), options.max_code + 1
@@ -91,12 +102,14 @@ def tables_of(
     codes_of_b = torch.zeros(len(distinct), CODES, dtype=torch.int8)
     codes_of_b[:, :codes] = (ones - (ones >= skip).long()).to(torch.int8)
     position = {mask: i for i, mask in enumerate(distinct)}
-    index = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
+    index = torch.zeros(_VISIT * cdiv(chunk, _VISIT), dtype=torch.uint8)
+    index[:chunk] = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
     factors = [options.max_code**2 / length if length else 0.0 for length in levels]
     of_levels = torch.tensor(factors, dtype=torch.float64).float()
     return Tables(
         _words(written).to(device),
         codes_of_b.to(device),
+        written.sum(-1, dtype=torch.uint8).to(device),
         index.to(device),
         of_levels.to(device),
         share=max(1, 32 // width_of(longest)),
@@ -137,7 +150,9 @@ class Product(ctypes.Structure):
     """The kernels' argument, field by field as in the source."""
 
     _fields_ = row_blocks.argument_fields(
-        ("words_a", "ones_b"), ("bits_a", "codes_b", "scales_a"), ("tiles_a", "skip")
+        ("words_a", "ones_b", "counts_a"),
+        ("bits_a", "codes_b", "scales_a", "order", "groups"),
+        ("tiles_a", "tiles_b", "batch", "skip", "own_group"),
     )
 
 
@@ -145,29 +160,25 @@ class Product(ctypes.Structure):
 class WideTiling:
     """How a product is launched."""
 
-    columns: int  # rows of a in a block
-    groups: int  # warpgroups of a block
+    columns: int  # rows of a in a tile
+    groups: int  # warpgroups of a block that multiply
     words: int
     share: int
+    unit: int  # visits whose bits stand before their bytes
     depth: int  # stages
     visits: int  # of 64 inner dimensions
-    grid: tuple[int, int, int]
+    tiles_b: int  # of 64 outputs
     clocks: int  # that it takes, about
 
     @property
     def steps(self) -> int:
         """Of a visit, 32 bytes of a row each."""
-        return 8 * self.words // self.share + 4
+        return _steps_of(self.words, self.share)
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return 128 * self.groups + 32
-
-    @property
-    def stage_steps(self) -> int:
-        """Steps that are copied at once."""
-        return stage_steps_of(self.steps)
+        return 128 * self.groups + 128
 
     @property
     def defines(self) -> nvrtc.Defines:
@@ -177,14 +188,17 @@ class WideTiling:
             ("SHARE", self.share),
             ("COLUMNS", self.columns),
             ("GROUPS", self.groups),
-            ("STAGE_STEPS", self.stage_steps),
+            ("UNIT", self.unit),
+            ("STAGE_STEPS", _stage_steps_of(self.unit, self.steps)),
             ("DEPTH", self.depth),
+            ("SLOTS", _SLOTS),
         )
 
     @property
     def shared_bytes(self) -> int:
-        """Stages and their barriers."""
-        return self.depth * (self.stage_steps * self.columns * 32 + 16)
+        """Stages, slots and their barriers."""
+        stages = self.depth * (_stage_steps_of(self.unit, self.steps) * self.columns * 32 + 16)
+        return stages + _SLOTS * (_slot_bytes_of(self.unit, self.columns) + 16)
 
     @property
     def bytes_of_tile(self) -> int:
@@ -192,71 +206,127 @@ class WideTiling:
         return self.visits * self.steps * self.columns * 32
 
 
-def visits_of(chunks: int, chunk: int) -> int:
-    """Visits of so many chunks of so many inner dimensions."""
-    return chunks * cdiv(chunk, _VISIT)
+def _steps_of(words: int, share: int) -> int:
+    return 8 * words // share + 4
 
 
-def stage_steps_of(steps: int) -> int:
-    """Steps of a stage, of a visit of so many."""
-    return 4 if steps % 4 == 0 else steps
+def _stage_steps_of(unit: int, steps: int) -> int:
+    """Steps that are copied at once: stages end where bits or bytes do."""
+    return 4 if unit * (steps - 4) % 4 == 0 else 2
 
 
+def _slot_bytes_of(unit: int, columns: int) -> int:
+    """Of a unit's codes, and of a scale and a factor for each row."""
+    return _GROUPS * unit * _TILE_BYTES + 8 * columns
+
+
+@lru_cache(maxsize=1024)
 def plan(
     batch: int,
     rows: int,
     outputs: int,
-    visits: int,
+    chunks: int,
+    chunk: int,
     longest: int,
     *,
     multiprocessors: int,
     shared: int,
-    columns: Mapping[int, int] = MappingProxyType(_STEP_CLOCKS),
+    columns: int | None = None,
 ) -> WideTiling:
-    """The columns whose blocks take the least time in whole rounds of the GPU."""
-    width = width_of(longest)
+    """The columns whose blocks take the least time in whole rounds of the GPU, or those that are given."""
+    width, per_chunk = width_of(longest), cdiv(chunk, _VISIT)
+    words, share, unit = max(1, width // 32), max(1, 32 // width), 1 if per_chunk % 2 else 2
+    steps, visits, tiles_b = (
+        _steps_of(words, share),
+        chunks * per_chunk,
+        _GROUPS * cdiv(outputs, _OUTPUTS * _GROUPS),
+    )
 
-    def planned(of_block: int) -> WideTiling:
-        words, share = max(1, width // 32), max(1, 32 // width)
-        steps = 8 * words // share + 4
-        of_stage = stage_steps_of(steps) * of_block * 32 + 16
-        depth = min(_MOST_STAGES, shared // of_stage)
-        grid = (cdiv(outputs, _OUTPUTS * _GROUPS), cdiv(rows, of_block), batch)
-        waves = cdiv(grid[0] * grid[1] * batch, multiprocessors)
-        clocks = waves * visits * steps * columns[of_block]
-        return WideTiling(of_block, _GROUPS, words, share, depth, visits, grid, clocks)
+    def planned(of_tile: int) -> WideTiling:
+        of_stage = _stage_steps_of(unit, steps) * of_tile * 32 + 16
+        left = shared - _SLOTS * (_slot_bytes_of(unit, of_tile) + 16)
+        depth = min(_MOST_STAGES, left // of_stage)
+        waves = cdiv(tiles_b // _GROUPS * cdiv(rows, of_tile) * batch, multiprocessors)
+        of_visit, of_step = _CLOCKS[of_tile]
+        clocks = waves * (visits * (of_visit + steps * of_step) + of_tile * _WRITING_CLOCKS)
+        return WideTiling(of_tile, _GROUPS, words, share, unit, depth, visits, tiles_b, clocks)
 
-    return min((planned(n) for n in columns), key=lambda plan: plan.clocks)
+    choices = _CLOCKS if columns is None else (columns,)
+    return min((planned(n) for n in choices), key=lambda plan: plan.clocks)
 
 
-SHARED_BYTES = 2 * 6 * 128 * 32 + 64  # two stages of the largest
+class Operands(NamedTuple):
+    """Of a product, as the kernels read them."""
+
+    qa: Tensor  # (B, N, D)
+    sa: Tensor  # (B, N, C)
+    qb: Tensor  # (B or 1, M, D)
+    scales_b: Tensor  # (B or 1, C, M)
+
+
+class Places(NamedTuple):
+    """Which rows stand beside each other in tiles, and which of the tiles are computed."""
+
+    order: Tensor  # (B, N) int32: the row at each place
+    groups: Tensor  # (B, tiles) uint8
+    own: int  # the group that is computed
+    columns: int  # rows of a tile
+
+
+SHARED_BYTES = 3 * 4 * 128 * 32 + _SLOTS * _slot_bytes_of(2, 128) + 128  # three stages of the largest
 
 
 def launch(
     operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
     """A `Launch`."""
+    multiply(aligned(operands), tables, level_index, chunk, y)
+
+
+def aligned(operands: Sequence[Tensor]) -> Operands:
+    """Operands as of a `Launch`; codes begin at multiples of 16 bytes."""
     qa, sa, qb, sb = operands
-    qb = qb if qb.data_ptr() % _PIECE == 0 else qb.clone()
+    qa, qb = (q if q.data_ptr() % _PIECE == 0 else q.clone() for q in (qa, qb))
+    return Operands(qa, sa, qb, sb.transpose(1, 2).contiguous())
+
+
+def multiply(
+    operands: Operands,
+    tables: Tables,
+    level_index: Tensor | None,
+    chunk: int,
+    y: Tensor,
+    places: Places | None = None,
+) -> None:
+    """Write y (B, N, M), contiguous; with ``places`` some rows of it."""
+    qa, sa, qb, scales_b = operands
     gpu = describe(y.device)
     (B, N, M), C = y.shape, sa.shape[2]
-    width = 32 * tables.words // tables.share
-    multiprocessors, shared = gpu.multiprocessors, gpu.shared_memory_bytes
-    how = plan(B, N, M, visits_of(C, chunk), width, multiprocessors=multiprocessors, shared=shared)
-    codes_b = torch.empty_like(qb)
-    scales_b = sb.transpose(1, 2).contiguous()
-    tiles = max(1, min(_WORKSPACE_BYTES // how.bytes_of_tile, MAX_PROGRAMS[1]))
-    for number, (batch, rows) in enumerate(parts_of(B, N, how.columns, tiles)):
+    planned = plan if places is None else partial(plan, columns=places.columns)
+    sizes = (B, N, M, C, chunk, tables.width)
+    how = planned(*sizes, multiprocessors=gpu.multiprocessors, shared=gpu.shared_memory_bytes)
+    codes_b = qb.new_empty(len(qb), how.tiles_b, how.visits, _TILE_BYTES)
+    parts = parts_of(B, N, how.columns, max(1, min(_WORKSPACE_BYTES // how.bytes_of_tile, MAX_PROGRAMS[1])))
+    if len(parts) == 1:  # the host's time counts
+        part = row_blocks.Part(qa, sa, qb, scales_b, y, level_index)
+        _launch_part(part, codes_b, tables, how, chunk, first=True, places=places)
+        return
+    for number, (batch, rows) in enumerate(parts):
         of_b = slice(None) if len(qb) == 1 else batch
-        part = row_blocks.Part(
-            qa[batch, rows].contiguous(),
-            sa[batch, rows].contiguous(),
-            qb[of_b],
-            scales_b[of_b],
-            y[batch, rows],
-            index_of(level_index, batch, rows),
-        )
-        _launch_part(part, codes_b[of_b], tables, how, chunk, first=number == 0 or len(qb) > 1)
+        own = rows if places is None else slice(None)  # places point to rows of the whole entry
+        index = index_of(level_index, batch, own)
+        part = row_blocks.Part(qa[batch, own], sa[batch, own], qb[of_b], scales_b[of_b], y[batch, own], index)
+        standing = None if places is None else _places_of(places, batch, rows)
+        first = number == 0 or len(qb) > 1
+        _launch_part(part, codes_b[of_b], tables, how, chunk, first=first, places=standing)
+
+
+def _places_of(places: Places, batch: slice, rows: slice) -> Places:
+    """Of a part of the rows, which begins and ends with tiles."""
+    first = (rows.start or 0) // places.columns
+    last = None if rows.stop is None else cdiv(rows.stop, places.columns)
+    groups = places.groups[batch, first:last].contiguous()
+    return places._replace(order=places.order[batch, rows].contiguous(), groups=groups)
 
 
 def launch_swapped(
@@ -275,32 +345,39 @@ def launch_swapped(
 
 
 def _launch_part(
-    part: row_blocks.Part, codes_b: Tensor, tables: Tables, how: WideTiling, chunk: int, *, first: bool
+    part: row_blocks.Part,
+    codes_b: Tensor,
+    tables: Tables,
+    how: WideTiling,
+    chunk: int,
+    *,
+    first: bool,
+    places: Places | None,
 ) -> None:
-    out = (
-        part.y if part.y.is_contiguous() else torch.empty_like(part.y, memory_format=torch.contiguous_format)
-    )
-    B, N, M = out.shape
+    B, N = part.y.shape[:2] if places is None else places.order.shape
     tiles, visits, C = cdiv(N, how.columns), how.visits, part.sa.shape[2]
-    bits = torch.empty(B, tiles, how.bytes_of_tile, dtype=torch.uint8, device=out.device)
-    scales = torch.empty(B, tiles, C, how.columns, 2, device=out.device, dtype=torch.float32)
-    own = part._replace(y=out)
+    bits = torch.empty(B, tiles, how.bytes_of_tile, dtype=torch.uint8, device=part.y.device)
+    scales = torch.empty(B, tiles, C, how.columns, 2, device=part.y.device, dtype=torch.float32)
     values = row_blocks.argument_values(
-        own, tables[:4], (bits, codes_b, scales), chunk, cdiv(chunk, _VISIT), tables.ones_b.shape[0]
+        part,
+        tables[:5],
+        (bits, codes_b, scales, *(places[:2] if places is not None else (None, None))),
+        chunk,
+        cdiv(chunk, _VISIT),
+        tables.ones_b.shape[0],
     )
-    argument = Product(*values, tiles, tables.skip)
+    argument = Product(*values, tiles, how.tiles_b, B, tables.skip, 0 if places is None else places.own)
+    argument.N = N
     grids = {"stochastic_wide_a": (visits, tiles, B)}
     if first:
-        pieces = part.qb.shape[0] * M * part.qb.shape[2] // _PIECE
-        grids["stochastic_wide_b"] = (min(_MAPPING_BLOCKS, cdiv(pieces, 256)), 1, part.qb.shape[0])
+        of_tile = min(visits, cdiv(_MAPPING_BLOCKS, how.tiles_b * len(part.qb)))
+        grids["stochastic_wide_b"] = (of_tile, how.tiles_b, len(part.qb))
     with on_device_of(part.qa):
         device = part.qa.device.index
         for name, grid in grids.items():
-            bytes_of_map = tables.ones_b.numel() if name == "stochastic_wide_b" else 0
-            kernel = nvrtc.kernel(SOURCE, name, how.defines, device, bytes_of_map)
-            nvrtc.launch(kernel, grid, 256, bytes_of_map, argument)
+            shared = tables.ones_b.numel() if name == "stochastic_wide_b" else how.columns * (_VISIT + 4)
+            kernel = nvrtc.kernel(SOURCE, name, how.defines, device, shared)
+            nvrtc.launch(kernel, grid, 256, shared, argument)
         main = nvrtc.kernel(SOURCE, "stochastic_wide_bits", how.defines, device, how.shared_bytes)
-        grid = (how.grid[0], tiles, B)
-        nvrtc.launch(main, grid, how.threads, how.shared_bytes, argument)
-    if out is not part.y:
-        part.y.copy_(out)
+        blocks = min(how.tiles_b // how.groups * tiles * B, describe(part.y.device).multiprocessors)
+        nvrtc.launch(main, (blocks, 1, 1), how.threads, how.shared_bytes, argument)
