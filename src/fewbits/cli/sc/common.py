@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -208,4 +209,10 @@ def settings_of(args: Namespace) -> list[Any]:
     settings += [
         EvalSetting(name_of(options), config_of(options, args.attention)) for options in grid_of(args)
     ]
-    return settings + [EvalSetting(path, read_config(path)) for path in args.settings]
+    for path in args.settings:
+        if path.isdigit() and not Path(path).exists():
+            raise BadInput(
+                f"--settings takes files, and there is none called {path}; write --lengths {path}."
+            )
+        settings.append(EvalSetting(path, read_config(path)))
+    return settings

@@ -264,12 +264,17 @@ def swap_table(
     """
     settings = replace(settings or Screening(), stop=False)
     check_config(model, base)
+    pairs = [(operator, one) for operator in chosen for one in to if not _is_base(base, operator, one)]
+    if not pairs:
+        raise BadInput(
+            f"every operator runs in the base at {', '.join(map(str, to))} already, so there is nothing to "
+            "swap; give other settings."
+        )
     base = replace(base, model={**facts_of(model), **base.model})
     with under_setting(model, EvalSetting("base", base)):
         work = count_work(model, batch_tokens(text, text.windows[: settings.batch_size])[0])
     macs, steps = _by_operator(work, chosen)
     everything = sum(p.macs for p in work.products if not p.layer.endswith("lm_head"))
-    pairs = [(operator, one) for operator in chosen for one in to if not _is_base(base, operator, one)]
     candidates = [Candidate(f"{o.name} at {one}", swapped(base, o, one)) for o, one in pairs]
     standings = screen(model, text, base, candidates, settings, board=board, progress=progress)
     rows = {row.candidate.name: row for row in standings.rows}
