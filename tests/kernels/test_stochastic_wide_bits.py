@@ -174,7 +174,9 @@ def test_lengths_in_parts_are_the_whole(
 
 def test_when_rows_are_ordered() -> None:
     """Where it was quicker on an H200 (28 November 2026), if lengths are as often."""
-    gate, scores, few = (1, 2048, 14336, 32, 128), (8, 8192, 2048, 1, 128), (1, 256, 1024, 32, 128)
+    gate = wide_bits.WideSizes(1, 2048, 14336, 32, 128, 128)
+    scores = wide_bits.WideSizes(8, 8192, 2048, 1, 128, 64)
+    few = wide_bits.WideSizes(1, 256, 1024, 32, 128, 128)
     assert wide_lengths.is_quicker(gate, (32, 64, 128), H200)
     assert not wide_lengths.is_quicker(gate, (128,), H200)
     assert not wide_lengths.is_quicker(scores, (32, 64), H200)
@@ -230,9 +232,7 @@ def test_compiles_to_machine_code() -> None:
     if nvrtc.missing():
         pytest.skip(str(nvrtc.missing()))
     for longest, columns in ((8, 32), (64, 64), (128, 128)):
-        how = wide_bits.plan(
-            1, 2048, 4096, 32, 128, longest, multiprocessors=132, shared=227 * 1024, columns=columns
-        )
+        how = wide_bits.plan(wide_bits.WideSizes(1, 2048, 4096, 32, 128, longest), H200, columns)
         assert how.depth >= 2 and how.shared_bytes <= 227 * 1024
         assert nvrtc.cubin(wide_bits.SOURCE, how.defines, 90)[:4] == b"\x7fELF"
 

@@ -132,11 +132,7 @@ def turning_of(sizes: Sizes) -> float:
 def _wide_clocks(sizes: Sizes, longest: int, gpu: Device) -> float:
     """Of `wide_bits`, whose ``rows`` are those whose bits are written."""
     batch, rows, outputs, inner, chunk = sizes
-    plan = wide_bits.plan(
-        *(batch, rows, outputs, cdiv(inner, chunk), chunk, longest),
-        multiprocessors=gpu.multiprocessors,
-        shared=gpu.shared_memory_bytes,
-    )
+    plan = wide_bits.plan(wide_bits.WideSizes(batch, rows, outputs, cdiv(inner, chunk), chunk, longest), gpu)
     of_visit, of_step = _WIDE_ROW_CLOCKS
     preparing = batch * rows * plan.visits * (of_visit + of_step * plan.steps)
     preparing += batch * outputs * inner * wide_bits.CODE_CLOCKS

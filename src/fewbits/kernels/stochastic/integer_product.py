@@ -116,11 +116,15 @@ def launch(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, chunk: int, part: int
     one = min(chunk, D) <= min(block_k, part)
     with on_device_of(y):
         _integer_kernel[(*programs(N, M, block_n, _BLOCK_M), B)](
-            qa, sa, qb, sb, y, N, M, D, sa.shape[2], chunk, part, 0 if len(qb) == 1 else M,
-            ONE_BLOCK=one, EVEN=one and chunk == block_k and D % chunk == 0,
-            BLOCK_N=block_n, BLOCK_M=_BLOCK_M, BLOCK_K=block_k, num_warps=_WARPS[block_n],
+            *(qa, sa, qb, sb, y, N, M, D, sa.shape[2], chunk, part, 0 if len(qb) == 1 else M),
+            ONE_BLOCK=one,
+            EVEN=one and chunk == block_k and D % chunk == 0,
+            BLOCK_N=block_n,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_K=block_k,
+            num_warps=_WARPS[block_n],
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
 
 
 def _case(block_n: int, one_block: bool) -> CompileCase:
@@ -138,7 +142,7 @@ COMPILE_CASES = (_case(128, True), _case(128, False), _case(64, True))
 # 3. The op: on a CPU the definition.
 
 
-class Codes(NamedTuple):
+class IntegerOperands(NamedTuple):
     """The arguments of the op."""
 
     qa: Tensor  # (B, N, D) int8
@@ -151,13 +155,13 @@ class Codes(NamedTuple):
 
 @torch.library.custom_op("fewbits::integer_product", mutates_args=())
 @one_by_one
-def _integer_product(o: Codes) -> Tensor:
+def _integer_product(o: IntegerOperands) -> Tensor:
     return integer_product_ref(*o)
 
 
 @_integer_product.register_kernel("cuda")
 @one_by_one
-def _(o: Codes) -> Tensor:
+def _(o: IntegerOperands) -> Tensor:
     if triton is None or capability_of(o.qa.device) < _CAPABILITY or 0 in (*o.qa.shape, *o.qb.shape):
         return integer_product_ref(*o)
     y = o.sa.new_empty(*o.qa.shape[:2], o.qb.shape[1])
@@ -171,7 +175,7 @@ def _(o: Codes) -> Tensor:
 
 @_integer_product.register_fake
 @one_by_one
-def _(o: Codes) -> Tensor:
+def _(o: IntegerOperands) -> Tensor:
     return o.sa.new_empty(*o.qa.shape[:2], o.qb.shape[1])
 
 

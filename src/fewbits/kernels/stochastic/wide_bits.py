@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fewbits.device import describe
+from fewbits.device import Device, describe
 from fewbits.formats.stochastic import Stochastic
 from fewbits.formats.streams import prefix_tables, step_tables
 from fewbits.formats.table_cache import keep_tables
@@ -220,20 +220,21 @@ def _slot_bytes_of(unit: int, columns: int) -> int:
     return _GROUPS * unit * _TILE_BYTES + 8 * columns
 
 
+class WideSizes(NamedTuple):
+    """Of a product."""
+
+    batch: int
+    rows: int
+    outputs: int
+    chunks: int
+    chunk: int
+    longest: int  # stream
+
+
 @lru_cache(maxsize=1024)
-def plan(
-    batch: int,
-    rows: int,
-    outputs: int,
-    chunks: int,
-    chunk: int,
-    longest: int,
-    *,
-    multiprocessors: int,
-    shared: int,
-    columns: int | None = None,
-) -> WideTiling:
+def plan(sizes: WideSizes, gpu: Device, columns: int | None = None) -> WideTiling:
     """The columns whose blocks take the least time in whole rounds of the GPU, or those that are given."""
+    batch, rows, outputs, chunks, chunk, longest = sizes
     width, per_chunk = width_of(longest), cdiv(chunk, _VISIT)
     words, share, unit = max(1, width // 32), max(1, 32 // width), 1 if per_chunk % 2 else 2
     steps, visits, tiles_b = (
@@ -244,9 +245,9 @@ def plan(
 
     def planned(of_tile: int) -> WideTiling:
         of_stage = _stage_steps_of(unit, steps) * of_tile * 32 + 16
-        left = shared - _SLOTS * (_slot_bytes_of(unit, of_tile) + 16)
+        left = gpu.shared_memory_bytes - _SLOTS * (_slot_bytes_of(unit, of_tile) + 16)
         depth = min(_MOST_STAGES, left // of_stage)
-        waves = cdiv(tiles_b // _GROUPS * cdiv(rows, of_tile) * batch, multiprocessors)
+        waves = cdiv(tiles_b // _GROUPS * cdiv(rows, of_tile) * batch, gpu.multiprocessors)
         of_visit, of_step = _CLOCKS[of_tile]
         clocks = waves * (visits * (of_visit + steps * of_step) + of_tile * _WRITING_CLOCKS)
         return WideTiling(of_tile, _GROUPS, words, share, unit, depth, visits, tiles_b, clocks)
@@ -255,7 +256,7 @@ def plan(
     return min((planned(n) for n in choices), key=lambda plan: plan.clocks)
 
 
-class Operands(NamedTuple):
+class WideOperands(NamedTuple):
     """Of a product, as the kernels read them."""
 
     qa: Tensor  # (B, N, D)
@@ -264,7 +265,7 @@ class Operands(NamedTuple):
     scales_b: Tensor  # (B or 1, C, M)
 
 
-class Places(NamedTuple):
+class TilePlaces(NamedTuple):
     """Which rows stand beside each other in tiles, and which of the tiles are computed."""
 
     order: Tensor  # (B, N) int32: the row at each place
@@ -283,28 +284,27 @@ def launch(
     multiply(aligned(operands), tables, level_index, chunk, y)
 
 
-def aligned(operands: Sequence[Tensor]) -> Operands:
+def aligned(operands: Sequence[Tensor]) -> WideOperands:
     """Operands as of a `Launch`; codes begin at multiples of 16 bytes."""
     qa, sa, qb, sb = operands
     qa, qb = (q if q.data_ptr() % _PIECE == 0 else q.clone() for q in (qa, qb))
-    return Operands(qa, sa, qb, sb.transpose(1, 2).contiguous())
+    return WideOperands(qa, sa, qb, sb.transpose(1, 2).contiguous())
 
 
 def multiply(
-    operands: Operands,
+    operands: WideOperands,
     tables: Tables,
     level_index: Tensor | None,
     chunk: int,
     y: Tensor,
-    places: Places | None = None,
+    places: TilePlaces | None = None,
 ) -> None:
     """Write y (B, N, M), contiguous; with ``places`` some rows of it."""
     qa, sa, qb, scales_b = operands
     gpu = describe(y.device)
     (B, N, M), C = y.shape, sa.shape[2]
     planned = plan if places is None else partial(plan, columns=places.columns)
-    sizes = (B, N, M, C, chunk, tables.width)
-    how = planned(*sizes, multiprocessors=gpu.multiprocessors, shared=gpu.shared_memory_bytes)
+    how = planned(WideSizes(B, N, M, C, chunk, tables.width), gpu)
     codes_b = qb.new_empty(len(qb), how.tiles_b, how.visits, _TILE_BYTES)
     parts = parts_of(B, N, how.columns, max(1, min(_WORKSPACE_BYTES // how.bytes_of_tile, MAX_PROGRAMS[1])))
     if len(parts) == 1:  # the host's time counts
@@ -321,7 +321,7 @@ def multiply(
         _launch_part(part, codes_b[of_b], tables, how, chunk, first=first, places=standing)
 
 
-def _places_of(places: Places, batch: slice, rows: slice) -> Places:
+def _places_of(places: TilePlaces, batch: slice, rows: slice) -> TilePlaces:
     """Of a part of the rows, which begins and ends with tiles."""
     first = (rows.start or 0) // places.columns
     last = None if rows.stop is None else cdiv(rows.stop, places.columns)
@@ -352,7 +352,7 @@ def _launch_part(
     chunk: int,
     *,
     first: bool,
-    places: Places | None,
+    places: TilePlaces | None,
 ) -> None:
     B, N = part.y.shape[:2] if places is None else places.order.shape
     tiles, visits, C = cdiv(N, how.columns), how.visits, part.sa.shape[2]

@@ -9,7 +9,6 @@ many rows each group has is not known, so whether this is quicker is decided as 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,36 +54,31 @@ def launch(
 ) -> None:
     """A `Launch`."""
     own, widths = wide_bits.aligned(operands), tuple(tables.width for tables in tables.of_groups)
-    gpu, sizes = describe(y.device), (*y.shape, own.sa.shape[2], chunk)
+    gpu = describe(y.device)
+    (B, N, M), C = y.shape, own.sa.shape[2]
+    sizes = wide_bits.WideSizes(B, N, M, C, chunk, widths[-1])
     of_rows = level_index is not None and level_index.shape[1:] == (y.shape[1], 1)
     if level_index is None or not of_rows or not is_quicker(sizes, widths, gpu):
         wide_bits.multiply(own, tables.of_groups[-1], level_index, chunk, y)
         return
     groups = tables.groups[level_index[..., 0].int()].expand(*y.shape[:2])
     groups, order = groups.sort(dim=1, stable=True)
-    columns = _planned(sizes, widths[-1], gpu).columns  # one for all, so that every tile is of one group
+    columns = wide_bits.plan(sizes, gpu).columns  # one for all, so that every tile is of one group
     of_tiles = [groups[:, columns - 1 :: columns]]
     of_tiles += [groups[:, -1:]] if groups.shape[1] % columns else []
-    standing = wide_bits.Places(order.int(), torch.cat(of_tiles, 1), 0, columns)
+    standing = wide_bits.TilePlaces(order.int(), torch.cat(of_tiles, 1), 0, columns)
     for number, of_group in enumerate(tables.of_groups):
         wide_bits.multiply(own, of_group, level_index, chunk, y, standing._replace(own=number))
 
 
-def is_quicker(sizes: tuple[int, ...], widths: tuple[int, ...], gpu: Device) -> bool:
-    """Whether rows in the order of their lengths are; ``sizes`` are B, N, M, C and the chunk's."""
+def is_quicker(sizes: wide_bits.WideSizes, widths: tuple[int, ...], gpu: Device) -> bool:
+    """Whether rows in the order of their lengths are, which are of these powers of two."""
     if len(widths) == 1:
         return False
-    batch, rows, outputs, chunks, chunk = sizes
+    batch, rows, outputs, chunks, chunk, _ = sizes
     codes = batch * outputs * chunks * chunk * wide_bits.CODE_CLOCKS / gpu.multiprocessors
-    longest = _planned(sizes, widths[-1], gpu)
-    of_groups = [_planned(sizes, width, gpu, columns=longest.columns).clocks for width in widths]
+    longest = wide_bits.plan(sizes, gpu)
+    of_groups = [wide_bits.plan(sizes._replace(longest=w), gpu, longest.columns).clocks for w in widths]
     ordering = _ORDERING_CLOCKS + batch * rows * _ROW_CLOCKS
     apart = sum(of_groups) / len(widths) + ordering + len(widths) * (codes + _GROUP_CLOCKS)
     return apart < longest.clocks + codes
-
-
-def _planned(
-    sizes: tuple[int, ...], width: int, gpu: Device, columns: int | None = None
-) -> wide_bits.WideTiling:
-    plan = wide_bits.plan if columns is None else partial(wide_bits.plan, columns=columns)
-    return plan(*sizes, width, multiprocessors=gpu.multiprocessors, shared=gpu.shared_memory_bytes)
