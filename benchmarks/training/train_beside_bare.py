@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -19,16 +21,17 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def train_and_bare(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """``options.steps`` steps of ``options.rows`` rows, told while they go on; then the bare step.
+    """The bare step; then ``options.steps`` steps of ``options.rows`` rows, told while they go on.
 
     The sustained time is that from the tenth step on to the last, the save in the middle included.
     """
-    from benchmarks.training.trl_trainers import bare
-
-    from fewbits import FastLanguageModel, TrainConfig
+    from fewbits import TrainConfig
     from fewbits import train as run
 
     steps, length = (12, 64) if options.tiny else (options.steps, 2048)
+    began = time.perf_counter()
+    once = bare_step_ms(options.model, options.rows, length)
+    print(f"bare {once} ms a step, after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     chooser, folder = random.Random(1), Path(tempfile.mkdtemp())
     texts = ("".join(chooser.choices(LETTERS, k=2 * length)) for _ in range(options.rows * steps))
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -46,32 +49,49 @@ def train_and_bare(options: argparse.Namespace, tell: Callable[[dict[str, Any]],
     }
     ended, began = threading.Event(), time.perf_counter()
 
+    def told(is_last: bool) -> dict[str, Any]:
+        row = figures(folder / "run")
+        if not row:
+            return {}
+        row["set_up_s"] = round(time.perf_counter() - began - row["run_s"], 1)
+        row |= {
+            "bare_ms": once,
+            "above_bare": f"{100 * (row['step_ms'] / once - 1):.1f} %",
+            "is_last": is_last,
+        }
+        return row
+
     def watch() -> None:
         while not ended.wait(5):
-            so_far = figures(folder / "run")
-            if so_far:
-                tell(so_far)
+            if row := told(False):
+                tell(row)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     run(TrainConfig(**words))
     ended.set()
     watcher.join()
-    told = figures(folder / "run")
-    told["set_up_s"] = round(time.perf_counter() - began - told["run_s"], 1)
-    told["memory"] = json.loads((folder / "run/run.json").read_text()).get("memory")
-    tell(told)
-    if CUDA:
-        torch.cuda.empty_cache()
-    model, _ = FastLanguageModel.from_pretrained(options.model, max_seq_length=length)
+    return told(True) | {"memory": json.loads((folder / "run/run.json").read_text()).get("memory")}
+
+
+def bare_step_ms(model_folder: str, rows: int, length: int) -> float:
+    """A step of the same model in a plain loop, among twelve without a wait."""
+    from benchmarks.training.trl_trainers import bare
+
+    from fewbits import FastLanguageModel
+
+    model, _ = FastLanguageModel.from_pretrained(model_folder, max_seq_length=length)
     model = FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=16, target_modules=TARGETS, use_gradient_checkpointing="auto"
     )
     model.train()
     generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(4, 400, (options.rows, length), generator=generator).to(model.device)
-    _, once = bare(model, ids, steps=12)
-    return told | {"bare_ms": once, "above_bare": f"{100 * (told['step_ms'] / once - 1):.1f} %"}
+    _, once = bare(model, torch.randint(4, 400, (rows, length), generator=generator).to(model.device))
+    del model
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()
+    return once
 
 
 def figures(run: Path) -> dict[str, Any]:

@@ -351,8 +351,11 @@ def told_by(
         for line in process.stdout:
             if line.startswith(TOLD):
                 row = json.loads(line.removeprefix(TOLD))
-                if "steps" in row and "bare_ms" not in row:  # more is to come
-                    print(f"{name} so far: {row['range']}, {row['step_ms']} ms a step", flush=True)
+                if row.get("is_last") is False:
+                    print(
+                        f"{name} so far: {row['range']}, {row['step_ms']} ms a step, bare {row['bare_ms']}",
+                        flush=True,
+                    )
         process.wait()
     finally:
         timer.cancel()
