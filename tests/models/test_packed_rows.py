@@ -9,6 +9,8 @@ import torch
 
 import fewbits
 from fewbits import FastLanguageModel
+from fewbits.errors import Unsupported
+from tests.models.loading import save_tiny
 from tests.models.tiny import tiny
 from tests.models.unwritten import unwritten
 
@@ -100,6 +102,23 @@ def test_a_copy_keeps_rows_apart_and_a_restored_model_is_the_hosts():
     assert theirs.past_key_values is not None  # transformers' own way again
     fewbits.restore(twin)
     assert not twin.model._forward_pre_hooks
+
+
+def test_rows_stay_apart_in_a_model_that_was_loaded_unpacked(tmp_path):
+    """Its layers are transformers' own, which tell rows apart only where no cache is filled."""
+    save_tiny(tmp_path / "base")
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    model.config.use_cache = True
+    parts, ids, positions = rows(model)
+    for one in (model, copy.deepcopy(model)):
+        for mode in (True, False):
+            one.train(mode)
+            alone = torch.cat([one(input_ids=part).logits for part in parts], 1)
+            told = one(input_ids=ids, position_ids=positions)
+            torch.testing.assert_close(told.logits, alone, rtol=1e-4, atol=1e-4)
+    with pytest.raises(Unsupported, match="nothing to restore"):
+        fewbits.restore(model.unload())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,12 +8,20 @@ use to anyone, so such a call of a model of ours fills none, in fused layers as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fewbits.nn.segments import KEYWORDS
+
+
+@dataclass(frozen=True)
+class RowsApart:
+    """What loading leaves on a model that is not packed: the handle of `keep_rows_apart`."""
+
+    handle: Any
 
 
 def holds_packed_rows(decoder: Any, kwargs: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from fewbits.decoder.fuse import fuse, fused_layers, fusion_of
 from fewbits.decoder.keep import keep_for
 from fewbits.errors import BadCheckpoint, BadInput, SpecMismatch, Unsupported
 from fewbits.export.compressed import import_compressed_tensors
+from fewbits.host.attention import decoder_of
 from fewbits.host.conversion import conversion_of
-from fewbits.host.record import add_notes, notes_of
+from fewbits.host.packed_rows import RowsApart, keep_rows_apart
+from fewbits.host.record import add_notes, notes_of, put_part
 from fewbits.models.adapting.adapters import get_peft_model, load_adapter
 from fewbits.models.adapting.checkpointed_layers import checkpoint_layers, chosen, recompute_as
 from fewbits.models.adapting.files import fit_vocabulary
@@ -264,6 +267,9 @@ def _finished(
     conversion = conversion_of(model)
     if conversion is not None:
         conversion.receipt.notes.extend(loading.notes)
+    else:
+        with suppress(Unsupported, SpecMismatch):  # a model whose layers nobody can name stays as it is
+            put_part(model, RowsApart(keep_rows_apart(decoder_of(model))))
     for note in loading.notes:
         logger.warning(note)
     if full_finetuning:

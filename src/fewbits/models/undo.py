@@ -16,8 +16,9 @@ from fewbits.decoder.fuse import Fusion, fusion_of, unfuse
 from fewbits.errors import Unsupported
 from fewbits.host.attention import UsedAttention, restore_attention
 from fewbits.host.conversion import Conversion, conversion_of
+from fewbits.host.packed_rows import RowsApart
 from fewbits.host.receipt import Receipt
-from fewbits.host.record import record_of
+from fewbits.host.record import record_of, take_part
 from fewbits.host.unwrap import unwrap
 from fewbits.host.walks import lengthen_walks
 from fewbits.models.packing import convert
@@ -66,6 +67,9 @@ def undo(model: nn.Module, *, keep: tuple[type, ...] = ()) -> Receipt:
         raise Unsupported(
             f"fewbits has put nothing into this {type(model).__name__}; there is nothing to restore."
         )
+    apart = take_part(model, RowsApart)
+    if apart is not None:
+        apart.handle.remove()
     if fusion_of(model) is None:
         lengthen_walks(whole)  # of what is around the model as well
     told = next(
