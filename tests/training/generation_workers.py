@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 import fewbits
-from fewbits.errors import BadInput
+from fewbits.errors import BadInput, Unsupported
 from fewbits.models.fast import with_methods
 from fewbits.models.generation.live.answers import Report, answers
 from fewbits.models.generation.live.rows import Row
@@ -19,6 +19,7 @@ from fewbits.models.generation.step import DecodeStep
 from fewbits.recipes.recipe import LoRA
 from fewbits.training.ranks.tensor_parallel import tensor_parallel
 from tests.models.emulated import count_steps, on_a_cpu
+from tests.models.loading import tokenizer
 from tests.models.tiny import tiny, tokens
 
 # wide enough for blocks of 64 along half of the columns
@@ -91,10 +92,10 @@ def loaded(folder: str, recipe: str | None) -> dict[str, Any]:
     """The model of a folder through the public face, and texts of it."""
     with pytest.MonkeyPatch.context() as patch:
         on_a_cpu(patch)
-        model, tokenizer = fewbits.load_shared_model(folder, recipe=recipe, on_gpu=False)
-        ids = tokenizer("a b", return_tensors="pt").input_ids
+        model, own = fewbits.load_shared_model(folder, recipe=recipe, on_gpu=False)
+        ids = own("a b", return_tensors="pt").input_ids
         text = model.generate(ids, max_new_tokens=8, do_sample=False)
-        says = fewbits.generate(model, tokenizer, "a b", fewbits.Sampling(temperature=0, max_new_tokens=8))
+        says = fewbits.generate(model, own, "a b", fewbits.Sampling(temperature=0, max_new_tokens=8))
         state = decoding_of(model)
         return {
             "text": text,
@@ -118,16 +119,30 @@ def guessed() -> Tensor:
 
 
 def different() -> list[str]:
-    """What is said where ranks are called with different prompts; the same call is right afterwards."""
+    """What is said where ranks are called with different things; the same call is right afterwards."""
+    from transformers import GenerationConfig, LogitsProcessorList, TextStreamer, TopKLogitsWarper
+
     with pytest.MonkeyPatch.context() as patch:
         on_a_cpu(patch)
         model, rank = shared(build("llama", "qlora_nf4")), distributed.get_rank()
-        said = []
-        for ids, count in ((tokens(1, 9, seed=rank), 5), (tokens(1, 9 + rank), 5), (tokens(1, 9), 5 + rank)):
+        same, greedy, said = tokens(1, 9), {"max_new_tokens": 5, "do_sample": False}, []
+        calls: list[tuple[Tensor, dict[str, Any]]] = [
+            (tokens(1, 9, seed=rank), greedy),
+            (tokens(1, 9 + rank), greedy),
+            (same, {**greedy, "max_new_tokens": 5 + rank}),
+            (same[:, : 9 * rank], greedy),  # one of them is empty
+            (same, {"generation_config": GenerationConfig(max_new_tokens=5, top_k=3 + rank)}),
+            (same, {**greedy, "num_beams": 2, "attention_mask": torch.ones_like(same) if rank else None}),
+        ]
+        for ids, words in calls:
             with pytest.raises(BadInput) as caught:
-                model.generate(ids, max_new_tokens=count, do_sample=False)
+                model.generate(ids, **words)
             said.append(str(caught.value))
-        assert model.generate(tokens(1, 9), max_new_tokens=5, do_sample=False).shape == (1, 14)
+        with pytest.raises(Unsupported, match="decode greedily"):
+            model.generate(same, max_new_tokens=5, do_sample=True, use_cache=False)
+        words = {**greedy, "logits_processor": LogitsProcessorList([TopKLogitsWarper(3)])}
+        streamer = TextStreamer(tokenizer()) if rank else None
+        assert model.generate(same, **words, streamer=streamer).shape == (1, 14)
         return said
 
 

@@ -22,6 +22,7 @@ from fewbits.models.generation.calls import option_of
 from fewbits.models.generation.live.plan import free_share, size_in_words
 from fewbits.models.generation.loop import with_loop
 from fewbits.models.generation.own_caches import check_own_cache
+from fewbits.models.generation.step_ranks import check_same_call, ranks_of
 
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,6 +51,9 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = args[1:], {**args[0], **kwargs}
     arguments = inspect.signature(of_class).bind_partial(model, *args, **kwargs).arguments
     arguments = {**arguments, **arguments.pop("kwargs", {})}
+    group = ranks_of(model)
+    if group is not None:  # before one of them refuses the call, or waits for the others
+        check_same_call(group, model.device, arguments)
     ids = _prompt_of(arguments)
     if not getattr(model.config, "is_encoder_decoder", False):
         _check_kind(model, arguments)

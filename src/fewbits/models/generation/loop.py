@@ -56,7 +56,7 @@ from fewbits.models.generation.speculation import (
     together_with,
 )
 from fewbits.models.generation.step import DecodeStep, why_not
-from fewbits.models.generation.step_ranks import check_same_call, ranks_of
+from fewbits.models.generation.step_ranks import check_draws
 from fewbits.models.generation.tokens import RefuseNotFinite, guarded, tokens_of
 from fewbits.models.packing.cache_choice import cache_of_call
 
@@ -143,6 +143,7 @@ def with_loop(model: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> di
     if reason:
         if torch.cuda.is_available():
             state.say(reason)
+        check_draws(model, bool(option_of(model, arguments, "do_sample")), reason)
         rest = {**keywords, **packed_keywords(model, kind, arguments.get("attention_mask"))}
         # Processors that are given by position are the caller's alone.
         return rest if len(args) > 2 else guarded(model, rest)
@@ -206,14 +207,10 @@ def _decode(
     read = input_ids if embedded is None else embedded[..., 0]  # its shape and device
     most = most_guesses(generation_config, draft) if embedded is None else 0
     end = generation_config.max_length + (1 + most if most else 0) + read.shape[1] - input_ids.shape[1]
-    group = ranks_of(model)
     with alone(state) as is_alone, ExitStack() as held:
         try:
             if not is_alone:
                 raise Unsupported("another call of generate() runs on this model.")
-            if group is not None:
-                how_long = (generation_config.max_length, bool(generation_config.do_sample), most)
-                check_same_call(group, read.device, input_ids, embedded, mask, *how_long)
             padding = left_padding(read, mask)
             check_keywords(model, read, padding, keywords)
             before = 0 if own_cache is None else length_of(own_cache, read, padding, end)
@@ -224,6 +221,7 @@ def _decode(
             step = _ready_or_as_before(state, model, read, prompt, (padding, mask, end, how))
         except Unsupported as error:
             state.say(str(error).rstrip("."))
+            check_draws(model, generation_config.do_sample, str(error).rstrip("."))
         else:
             guessed = _speculation(model, draft, most, (input_ids, prompt, padding, mask), held)
             if guessed is not None and isinstance(step, DecodeStep):

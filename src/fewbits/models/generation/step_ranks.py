@@ -12,6 +12,8 @@ so before anybody would wait for another. Tokens are the first rank's on all (`S
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -30,34 +32,64 @@ _MOST_ROWS_OF_LOGITS = 8
 
 def ranks_of(model: nn.Module) -> TensorGroup | None:
     """The ranks that share this model's layers; None if nobody does."""
-    groups = (vars(module).get("tensor_group") for module in all_modules(model))
-    return next((group for group in groups if group is not None), None)
+    lists = (module for module in all_modules(model) if isinstance(module, nn.ModuleList) and len(module))
+    layers = next(lists, None)
+    return None if layers is None else vars(layers[0]).get("tensor_group")
 
 
-def check_same_call(group: TensorGroup, device: torch.device, *values: Tensor | int | bool | None) -> None:
-    """Raise `BadInput` on all ranks unless ``values`` are the same on all of them.
+def check_same_call(group: TensorGroup, device: torch.device, arguments: Mapping[str, Any]) -> None:
+    """Raise `BadInput` on all ranks unless they call ``generate`` with the same.
 
     Args:
         group: the ranks.
         device: where the model is.
-        values: what the call is about; tensors of any shape and dtype.
+        arguments: of the call, by name; tensors of any shape and dtype. Of objects that are neither tensors
+            nor plain values only the kind is compared, and a streamer is each rank's own business.
     """
     digest = 0
-    for value in values:
+    for name, value in sorted(arguments.items()):
+        if name in ("self", "streamer"):
+            continue
+        digest = crc32(f"{name}: {_described(value)}".encode(), digest)
         if isinstance(value, Tensor):
-            shape = str((tuple(value.shape), value.dtype))
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            digest = crc32(content, crc32(shape.encode(), digest))
-        else:
-            digest = crc32(str(value).encode(), digest)
+            digest = crc32(content, digest)
     ends = torch.tensor([digest, -digest], dtype=torch.long, device=device)
     distributed.all_reduce(ends, distributed.ReduceOp.MAX, group=group.process_group)
     highest, lowest = ends.tolist()
     if highest != -lowest:
         raise BadInput(
             f"the {group.size} ranks that share this model's layers were called with different prompts or"
-            " lengths; call generate() with the same on all of them."
+            " settings; call generate() with the same on all of them."
         )
+
+
+def check_draws(model: nn.Module, draws: bool, reason: str) -> None:
+    """Raise `Unsupported` where ranks would each draw tokens of their own, in transformers' loop.
+
+    Args:
+        model: the model, whose layers ranks may share.
+        draws: whether the call draws tokens.
+        reason: why it goes through that loop.
+    """
+    if draws and ranks_of(model) is not None:
+        raise Unsupported(
+            f"ranks that share a model's layers draw the same tokens in fewbits' own loop alone: {reason};"
+            " decode greedily (do_sample=False), or change the call."
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str((tuple(value.shape), value.dtype))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_described, value))}]"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    if isinstance(value, dict):
+        return _described(sorted(value.items(), key=str))
+    to_dict = getattr(value, "to_dict", None)
+    return repr(sorted(to_dict().items(), key=str)) if callable(to_dict) else type(value).__name__
 
 
 class StepRanks:
@@ -120,6 +152,11 @@ class StepRanks:
         bias = None if part.bias is None else part.bias[own]
         assert isinstance(part.weight, Tensor)
         return Reader([Part(part.weight[own], bias)], head.norm), logits[:, own], kernel
+
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on any rank."""
+        mark = torch.tensor([is_so], dtype=torch.long, device=self._hidden.device)
+        return bool(self.group.sum_(mark))
 
     def agree(self, values: Tensor) -> Tensor:
         """The first rank's ``values``, of any shape, in their place on all ranks."""

@@ -127,8 +127,11 @@ def tokens_of(
     pad = getattr(generation_config, "_pad_token_tensor", None)
     kinds = {type(c).__name__ for c in stopping_criteria}
     ends = "EosTokenCriteria" in kinds or any(hasattr(c, "eos_token_id") for c in stopping_criteria)
-    at_once = streamer is not None or kinds - {"MaxLengthCriteria", "EosTokenCriteria"}
-    look_every = 1 if at_once or any(map(_is_a_users, logits_processor)) else _LOOK_EVERY
+    at_once = streamer is not None or bool(kinds - {"MaxLengthCriteria", "EosTokenCriteria"})
+    at_once = at_once or any(map(_is_a_users, logits_processor))
+    if step.ranks is not None:  # one of them may have a streamer alone
+        at_once = step.ranks.any(at_once)
+    look_every = 1 if at_once else _LOOK_EVERY
     open_rows = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     all_ended: list[Tensor] = []
     troubles: list[Tensor] = []
