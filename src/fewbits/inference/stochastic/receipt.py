@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fewbits.errors import Unsupported
@@ -35,18 +37,24 @@ class Counted:
         linears: by full name, how often a stochastic or INT8 linear did.
         attentions: by full name, how often a stochastic attention did.
         experts: by full name of each single expert with stochastic linears, how often rows were sent to it.
-        empty: by name of a product whose rows are grouped by thresholds, the groups that no row was in yet.
+        groups: by name of a product whose rows are grouped by thresholds, whether a row was in each group
+            (bool, on the product's device: the host asks for it at the end, and waits for no pass).
     """
 
     passes: dict[str, int] = field(default_factory=dict)
     linears: dict[str, int] = field(default_factory=dict)
     attentions: dict[str, int] = field(default_factory=dict)
     experts: dict[str, int] = field(default_factory=dict)
-    empty: dict[str, set[int]] = field(default_factory=dict)
+    groups: dict[str, Tensor] = field(default_factory=dict)
 
     def empty_groups(self) -> list[str]:
         """Groups of rows that no row was in, such as "group 2 of model.layers.0.mlp.down_proj"."""
-        return [f"group {group + 1} of {name}" for name, left in self.empty.items() for group in sorted(left)]
+        return [
+            f"group {group + 1} of {name}"
+            for name, had_rows in self.groups.items()
+            for group, had in enumerate(had_rows.tolist())
+            if not had
+        ]
 
     def sentence(self) -> str:
         """For a receipt.
@@ -115,9 +123,14 @@ def _watched_linears(counted: Counted, linears: dict[str, StochasticLinear]) -> 
     for name, linear in linears.items():
         counted.linears[name] = 0
         yield linear.register_forward_hook(_adding(counted.linears, name))
-        if linear.length_thresholds is not None and not linear.int8:
-            counted.empty[name] = set(range(len(linear.length_thresholds) + 1))
-            yield linear.register_forward_pre_hook(_grouping(counted.empty[name]))
+        limits = linear.length_thresholds
+        if limits is not None and not linear.int8:
+            had_rows = torch.zeros(len(limits) + 1, dtype=torch.bool, device=limits.device)
+            counted.groups[name] = had_rows
+            if linear.level_index is None:  # all groups have one length, so the layer does not look at them
+                yield linear.register_forward_pre_hook(_grouping(had_rows))
+            else:
+                yield _Listening(linear, partial(_note_groups, had_rows))
 
 
 def _watched_experts(counted: Counted, model: nn.Module) -> Iterator[Any]:
@@ -132,14 +145,23 @@ def _watched_experts(counted: Counted, model: nn.Module) -> Iterator[Any]:
 
 
 def _attending(counted: Counted) -> Callable[[str, Tensor, Tensor, AttentionProducts], None]:
+    full: set[str] = set()
+
     def on_attention(name: str, q: Tensor, weights: Tensor, products: AttentionProducts) -> None:
         counted.attentions[name] += 1
+        count = counted.attentions[name]
         plans = (("scores", products.scores_plan, q), ("values", products.values_plan, weights))
         for op, plan, rows in plans:
-            left = counted.empty.setdefault(f"{name}, {op}", set(range(len(plan.lengths))))
-            if left:
-                groups = plan.groups(rows)
-                left -= {0} if groups is None else set(groups.unique().tolist())
+            own = f"{name}, {op}"
+            if not plan.thresholds or own in full:
+                continue
+            if own not in counted.groups:
+                counted.groups[own] = torch.zeros(len(plan.lengths), dtype=torch.bool, device=rows.device)
+            groups = plan.groups(rows)
+            assert groups is not None  # as there are thresholds
+            _note_groups(counted.groups[own], groups)
+            if count & (count - 1) == 0 and bool(counted.groups[own].all()):  # asked in few passes
+                full.add(own)
 
     return on_attention
 
@@ -155,12 +177,28 @@ def _sending(
     return hook
 
 
-def _grouping(left: set[int]) -> Callable[[StochasticLinear, tuple[Tensor, ...]], None]:
+def _grouping(had_rows: Tensor) -> Callable[[StochasticLinear, tuple[Tensor, ...]], None]:
     def hook(layer: StochasticLinear, args: tuple[Tensor, ...]) -> None:
-        if left:  # once each has had a row, nothing is computed any more
-            left.difference_update(layer.groups_of(args[0]).unique().tolist())
+        _note_groups(had_rows, layer.groups_of(args[0]))
 
     return hook
+
+
+def _note_groups(had_rows: Tensor, groups: Tensor) -> None:
+    """Mark the groups (G,) that rows or chunks of any shape are in."""
+    had_rows.index_fill_(0, groups.flatten(), True)
+
+
+class _Listening:
+    """A layer tells the groups of its rows, until `remove`."""
+
+    def __init__(self, layer: StochasticLinear, listener: Callable[[Tensor], None]) -> None:
+        self.layer = layer
+        layer.on_groups = listener
+
+    def remove(self) -> None:
+        """End it."""
+        self.layer.on_groups = None
 
 
 def _adding(counts: dict[str, int], name: str) -> Callable[[Any, Any, Any], None]:

@@ -52,7 +52,7 @@ from fewbits.formats.streams import product_tables
 from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
 from fewbits.kernels.launch import nvrtc
 from fewbits.kernels.launch.jit import capability_of, constant_when_compiled, triton
-from fewbits.kernels.launch.ops import one_by_one
+from fewbits.kernels.launch.ops import one_by_one, run
 from fewbits.kernels.stochastic import lookup, thermometer
 from fewbits.kernels.stochastic.choice import Sizes, choose
 from fewbits.kernels.stochastic.cpu import codes_product
@@ -231,9 +231,7 @@ _stochastic_codes = torch.library.custom_op(
 )
 
 
-@_stochastic_codes.register_kernel("cuda")
-@one_by_one
-def _(o: StochasticCodes) -> Tensor:
+def _cuda_codes(o: StochasticCodes) -> Tensor:
     qa, sa, qb, sb = o[:4]
     value, levels, D = options_of_text(o.options), tuple(o.levels), qa.shape[-1]
     path = stochastic_path(qa.device, D, value, levels).name
@@ -251,6 +249,9 @@ def _(o: StochasticCodes) -> Tensor:
         assert tables is not None  # or the path were another
         thermometer.launch(operands, tables, o.level_index, chunk, y)
     return y
+
+
+_stochastic_codes.register_kernel("cuda")(one_by_one(_cuda_codes))
 
 
 @_stochastic_codes.register_fake
@@ -315,7 +316,8 @@ def stochastic_codes(
         raise BadInput(
             f"level_index is on {level_index.device} and a on {qa.device}; move both to one device."
         )
-    y: Tensor = _stochastic_codes(qa, sa, qb, sb, _longest_text(options.text, levels), levels, level_index)
+    text = _longest_text(options.text, levels)
+    y = run(_stochastic_codes, _cuda_codes, qa, StochasticCodes(qa, sa, qb, sb, text, levels, level_index))
     return y[0] if two else y
 
 

@@ -29,7 +29,7 @@ from fewbits.kernels.launch.jit import (
     tl,
     triton,
 )
-from fewbits.kernels.launch.ops import one_by_one
+from fewbits.kernels.launch.ops import one_by_one, run
 
 _EXACT = 2**24  # whole numbers up to here are float32's
 _CAPABILITY = (8, 0)  # whose matrix units multiply bytes
@@ -159,9 +159,7 @@ def _integer_product(o: IntegerOperands) -> Tensor:
     return integer_product_ref(*o)
 
 
-@_integer_product.register_kernel("cuda")
-@one_by_one
-def _(o: IntegerOperands) -> Tensor:
+def _cuda_product(o: IntegerOperands) -> Tensor:
     if triton is None or capability_of(o.qa.device) < _CAPABILITY or 0 in (*o.qa.shape, *o.qb.shape):
         return integer_product_ref(*o)
     y = o.sa.new_empty(*o.qa.shape[:2], o.qb.shape[1])
@@ -171,6 +169,9 @@ def _(o: IntegerOperands) -> Tensor:
         of_b = part if len(qb) > 1 else slice(None)
         launch(qa[part], sa[part], qb[of_b], sb[of_b], o.chunk, o.part, y[part])
     return y
+
+
+_integer_product.register_kernel("cuda")(one_by_one(_cuda_product))
 
 
 @_integer_product.register_fake
@@ -199,4 +200,4 @@ def integer_product(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, options: Sto
         return integer_product(qa[None], sa[None], qb[None], sb[None], options)[0]
     chunk = max(options.chunk_size(qa.shape[-1]), 1)
     part = min(_EXACT // options.max_code**2, chunk)
-    return _integer_product(qa, sa, qb, sb, chunk, part)
+    return run(_integer_product, _cuda_product, qa, IntegerOperands(qa, sa, qb, sb, chunk, part))

@@ -21,6 +21,7 @@ from torch import Tensor
 from fewbits.errors import BadInput
 from fewbits.formats.stochastic import Stochastic, stochastic_options
 from fewbits.kernels.codec.dequantize import format_of_text, text_of_format
+from fewbits.kernels.launch.ops import passes_dispatcher
 from fewbits.kernels.stochastic.quantize_triton import launch, takes
 
 # 1. The definition.
@@ -54,7 +55,9 @@ def _quantize(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool)
 
 
 @_quantize.register_kernel("cuda")
-def _(x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool) -> tuple[Tensor, Tensor]:
+def _cuda_quantize(
+    x: Tensor, smooth_scales: Tensor | None, options: str, is_b: bool
+) -> tuple[Tensor, Tensor]:
     if x.numel() == 0 or not takes(x):
         return quantize_stochastic_ref(x, _options(options), smooth_scales, is_b=is_b)
     return launch(x, smooth_scales, _options(options), is_b=is_b)
@@ -93,4 +96,7 @@ def quantize_stochastic(
     """
     if not x.is_floating_point():
         raise BadInput(f"x is {x.dtype}, and its quantiser needs a floating-point tensor; convert it first.")
-    return _quantize(x.detach(), smooth_scales, text_of_format(options), is_b)
+    on_cuda = passes_dispatcher(x)  # whose call costs the host as much as such a kernel takes
+    return (_cuda_quantize if on_cuda else _quantize)(
+        x.detach(), smooth_scales, text_of_format(options), is_b
+    )

@@ -66,6 +66,7 @@ class StochasticLinear(QuantizedLinear):
         exact: whether it is that of x and the dequantised weight, for `exact_products`.
         levels: the stream lengths that occur.
         group: layers that may be multiplied with this one, or None.
+        on_groups: called with the groups of rows, (rows, C or 1) int64, as they are computed; or None.
         length_table: (G, C or 1) int16, or None: all streams have the length of ``format``.
         length_thresholds: (G - 1,) float32, descending, or None.
     """
@@ -89,6 +90,7 @@ class StochasticLinear(QuantizedLinear):
         self.by_chunk = False
         self.by_call = False
         self.group: StochasticGroup | None = None
+        self.on_groups: Callable[[Tensor], None] | None = None
         self.levels: tuple[int, ...] = (format.length,)
         self.register_buffer("level_index", None, persistent=False)
         self.register_load_state_dict_post_hook(_refresh)
@@ -305,8 +307,13 @@ class StochasticLinear(QuantizedLinear):
         if self.level_index is None or self.length_thresholds is None:
             return None if self.level_index is None else self.level_index[None]
         groups = self._groups(rows, scales, self.length_thresholds)
+        if self.on_groups is not None:
+            self.on_groups(groups)
+        if self.level_index.shape[1] == 1:
+            index: Tensor = self.level_index[:, 0][groups]
+            return index[None]
         columns = torch.arange(max(groups.shape[1], self.level_index.shape[1]), device=groups.device)
-        index: Tensor = self.level_index[groups, columns % self.level_index.shape[1]]
+        index = self.level_index[groups, columns % self.level_index.shape[1]]
         return index[None]
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
