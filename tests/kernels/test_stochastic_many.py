@@ -276,7 +276,7 @@ def test_gpu_every_way_is_exact(name: str) -> None:
         sizes = choice.Sizes(*shape, chunk)
         for way in choice.ways(sizes._replace(rows=2048), max(levels), describe(on_gpu[0].device)):
             tables = way.tables_of(options, levels, chunk, on_gpu[0].device)
-            if tables is None or (way.of_b and mixed):
+            if tables is None or (way.one_length and mixed):
                 continue
             y = torch.full(want.shape, torch.nan, device="cuda")
             way.launch(on_gpu, tables, index.cuda() if mixed else None, chunk, y)

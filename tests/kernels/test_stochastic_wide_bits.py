@@ -117,6 +117,19 @@ def test_tables_of_b_give_the_definition(driver: Emulated, shared_b: bool) -> No
 
 
 @needs_compiler
+@pytest.mark.parametrize(("of_chunks", "shared_b"), [(True, False), (False, True)])
+def test_tables_of_b_have_lengths_of_rows(driver: Emulated, of_chunks: bool, shared_b: bool) -> None:
+    operands = extreme(operands_of(STOCHASTIC, 2, 70, 37, 272, shared_b=shared_b), STOCHASTIC.max_code)
+    for levels in ((128, 0, 40), (9, 16)):
+        index = torch.randint(0, len(levels), (2, 70, 3 if of_chunks else 1), dtype=torch.uint8)
+        for chosen in (index, index[:1], None):
+            tables = wide_bits.tables_of_b(STOCHASTIC, levels, 128, torch.device("cpu"))
+            y = torch.full((2, 70, 37), torch.nan)
+            wide_bits.launch_swapped(operands, tables, chosen, 128, y)
+            assert torch.equal(y, stochastic_codes_ref(*operands, STOCHASTIC, levels, chosen))
+
+
+@needs_compiler
 @pytest.mark.parametrize("shared_b", [False, True])
 def test_parts_are_the_whole(driver: Emulated, monkeypatch: pytest.MonkeyPatch, shared_b: bool) -> None:
     monkeypatch.setattr(wide_bits, "_WORKSPACE_BYTES", 1)
@@ -203,7 +216,7 @@ def test_one_product_of_bits_and_two_of_bytes_count_with_signs(of_b: bool) -> No
         s, size, sign = (codes < 0).long(), codes.abs(), codes.sign()
         bits = (tables.words_a[0, 0][..., None] >> torch.arange(32) & 1).flatten(1)[size, :width].long()
         x = bits ^ s[:, None]
-        z = tables.ones_b[0].long()[size] * sign
+        z = tables.ones_b[0, 0].long()[size] * sign
         t, w = (z < 0).long(), z.abs() + (z.abs() >= tables.skip)
         y = (torch.arange(width) < w[:, None]).long() ^ t[:, None]
         k = -64 if width == 128 else 0
@@ -234,7 +247,8 @@ def test_compiles_to_machine_code() -> None:
     for longest, columns in ((8, 32), (64, 64), (128, 128)):
         how = wide_bits.plan(wide_bits.WideSizes(1, 2048, 4096, 32, 128, longest), H200, columns)
         assert how.depth >= 2 and how.shared_bytes <= 227 * 1024
-        assert nvrtc.cubin(wide_bits.SOURCE, how.defines, 90)[:4] == b"\x7fELF"
+        defines = (*how.defines, ("LEVELS_OF_B", int(longest == 64)))
+        assert nvrtc.cubin(wide_bits.SOURCE, defines, 90)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

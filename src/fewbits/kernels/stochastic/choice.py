@@ -45,7 +45,7 @@ class Way(NamedTuple):
     name: str
     tables_of: Callable[..., Any]  # None where they cannot hold the counts
     launch: Launch
-    of_b: bool = False  # tables are of b's codes, so all of a's rows have one stream length
+    one_length: bool = False  # of all rows: tables are of b's codes
 
 
 FEW_ROWS = Way("few rows", lookup.tables_of, lookup.launch)
@@ -54,7 +54,7 @@ ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
 ROWS_32_OF_B = Way("32 rows of b", nibbles.tables_of_b, nibbles.launch_swapped, True)
 BITS = Way("bits", bits.tables_of, bits.launch)
 WIDE = Way("wide bits", wide_lengths.tables_of, wide_lengths.launch)
-WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped, True)
+WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped)
 
 
 class Choice(NamedTuple):
@@ -74,7 +74,7 @@ def choose(
     """
     reason = ""
     for way in ways(sizes, max(levels), describe(device)):
-        if (way.of_b and mixed) or (way is BITS and not options.streams.by_prefix):
+        if (way.one_length and mixed) or (way is BITS and not options.streams.by_prefix):
             continue  # BITS shows b's bits to a run of a's, whatever the gate
         tables = way.tables_of(options, levels, sizes.chunk, device)
         if tables is not None:

@@ -25,7 +25,8 @@
 //    are added to it, and y is written, while other warpgroups multiply: a block goes on to its next tile.
 //
 // Compiled at run time with WORDS (of 32 steps, a code's: 1, 2 or 4), SHARE (codes in a word: 1, or 2 or 4 where WORDS is 1), COLUMNS
-// (32, 64 or 128), GROUPS (warpgroups of a block that multiply), UNIT (1 or 2), STAGE_STEPS (2 or 4), DEPTH and SLOTS defined.
+// (32, 64 or 128), GROUPS (warpgroups of a block that multiply), UNIT (1 or 2), STAGE_STEPS (2 or 4), DEPTH, SLOTS and LEVELS_OF_B (1:
+// p.levels are those of b's rows, whose counts of ones alone differ by them; 0: those of a's) defined.
 
 typedef unsigned int u32;
 typedef unsigned char u8;
@@ -61,9 +62,9 @@ struct Product {
     const s8 *qb;          // (B or 1, M, D)
     const float *sb;       // (B or 1, C, M)
     const u8 *levels;      // (B or 1, N or 1, C or 1), or null
-    const u32 *words_a;    // (levels, masks, 128, WORDS): the ones of a's codes, in b's order
-    const s8 *ones_b;      // (masks, 128): w, less one from p.skip on
-    const u8 *counts_a;    // (levels, masks, 128): how many ones
+    const u32 *words_a;    // (levels of a or 1, masks, 128, WORDS): the ones of a's codes, in b's order
+    const s8 *ones_b;      // (levels of b or 1, masks, 128): w, less one from p.skip on
+    const u8 *counts_a;    // (levels of a or 1, masks, 128): how many ones
     const u8 *masks;       // (dimensions of a chunk, rounded up to 64): which mask
     const float *factors;  // (levels,): Q^2 / L
     u8 *bits_a;            // (B, tiles of COLUMNS rows, units, steps of UNIT visits, COLUMNS / 8, 2, 8, 16)
@@ -78,6 +79,7 @@ struct Product {
     int num_masks;
     int shared_b;          // 1: b has one entry for all of the batch
     int level_b, level_n, level_c;  // strides of levels; 0 broadcasts
+    int levels_b;          // that ones_b has
     int tiles_a;           // of COLUMNS rows
     int tiles_b;           // of 64 outputs, a multiple of GROUPS
     int batch;
@@ -96,13 +98,14 @@ static __device__ __forceinline__ bool is_own(const Product &p, int b, int tile)
     return !p.groups || p.groups[(i64)b * p.tiles_a + tile] == p.own_group;
 }
 
+static __device__ __forceinline__ int level_of_a(const Product &p, int b, int row, int c) { return LEVELS_OF_B ? 0 : level_of(p, b, row, c); }
+
 static __device__ __forceinline__ int row_of(const Product &p, int b, int n) { return p.order ? p.order[(i64)b * p.N + n] : n; }
 
 // The codes of b as w with their sign. A block has some visits of a tile of 64 outputs; each thread 16 codes at a time.
 extern "C" __global__ void __launch_bounds__(256) stochastic_wide_b(const Product p) {
-    for (int i = threadIdx.x; i < p.num_masks * 32; i += 256) shared[i] = ((const u32 *)p.ones_b)[i];
+    for (int i = threadIdx.x; i < p.levels_b * p.num_masks * 32; i += 256) shared[i] = ((const u32 *)p.ones_b)[i];
     __syncthreads();
-    const s8 *ones = (const s8 *)shared;
     const int visits = p.per_chunk * p.C, tile = blockIdx.y, lane = threadIdx.x % LANES, half = threadIdx.x / LANES % 2;
     const int m = tile * 64 + threadIdx.x / 64 * 16 + half * 8 + lane / 4;
     uint4 *out = (uint4 *)p.codes_b + ((i64)blockIdx.z * p.tiles_b + tile) * visits * (TILE_BYTES / 16) + threadIdx.x;
@@ -114,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_wide_b(const Produc
             v = __ldg((const uint4 *)(p.qb + ((i64)blockIdx.z * p.M + m) * p.D + d));
             const uint4 own = __ldg((const uint4 *)(p.masks + first));
             const u32 *mask = &own.x;
+            const s8 *ones = (const s8 *)shared + (LEVELS_OF_B ? level_of(p, blockIdx.z, m, c) : 0) * p.num_masks * 128;
             u32 *word = &v.x;
 #pragma unroll
             for (int i = 0; i < 16; i++) {
@@ -147,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_wide_a(const Produc
     const int column = threadIdx.x % COLUMNS, n = blockIdx.y * COLUMNS + column, row = n < p.N ? row_of(p, b, n) : 0;
     const s8 *codes = (const s8 *)shared + column * CODES_STRIDE;
     const u8 *masks = p.masks + offset;
-    const i64 level = n < p.N ? (i64)level_of(p, b, row, c) * p.num_masks : 0;
+    const i64 level = n < p.N ? (i64)level_of_a(p, b, row, c) * p.num_masks : 0;
     const int of_unit = visit % UNIT;
     uint4 *out = (uint4 *)(p.bits_a + (tile * p.per_chunk * p.C + visit - of_unit) * (STEPS * STEP_BYTES)) + column / 8 * 16 + column % 8;
 #define OUT(step, h) out[(step) * (2 * COLUMNS) + (h) * 8]
@@ -193,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(256) stochastic_wide_a(const Produc
     for (int i = threadIdx.x; i < COLUMNS; i += 256) {
         const int at = blockIdx.y * COLUMNS + i, own = at < p.N ? row_of(p, b, at) : 0;
         scales[2 * i] = at < p.N ? p.sa[((i64)b * p.N + own) * p.C + c] : 0.0f;
-        scales[2 * i + 1] = at < p.N ? p.factors[level_of(p, b, own, c)] : 0.0f;
+        scales[2 * i + 1] = at < p.N ? p.factors[level_of_a(p, b, own, c)] : 0.0f;
     }
 }
 
@@ -351,7 +355,7 @@ static __device__ __forceinline__ void multiply_unit(int *acc, const uint4 (*z)[
     leave_stage(*place, 1);
 }
 
-static __device__ __forceinline__ void add_chunk(const float *scales_a, const float *scale_b, const int *acc, float *y) {
+static __device__ __forceinline__ void add_chunk(const float *scales_a, const float *scale_b, const float *factor_b, const int *acc, float *y) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int group = 0; group < COLUMNS / 8; group++) {
@@ -359,7 +363,7 @@ static __device__ __forceinline__ void add_chunk(const float *scales_a, const fl
         const float scale[2] = {v.x, v.z}, factor[2] = {v.y, v.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float raw = __fmul_rn(__fadd_rn(__int_as_float(acc[4 * group + i]), -12582912.0f), factor[i % 2]);
+            const float raw = __fmul_rn(__fadd_rn(__int_as_float(acc[4 * group + i]), -12582912.0f), LEVELS_OF_B ? factor_b[i / 2] : factor[i % 2]);
             y[4 * group + i] = __fadd_rn(y[4 * group + i], __fmul_rn(raw, __fmul_rn(scale[i % 2], scale_b[i / 2])));
         }
     }
@@ -378,9 +382,12 @@ static __device__ __forceinline__ void multiply_tile(const Product &p, const Til
     for (int c = 0; c < p.C; c++) {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) acc[i] = BEGIN;
-        float scale_b[2];
+        float scale_b[2], factor_b[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int i = 0; i < 2; i++) scale_b[i] = m + 8 * i < p.M ? __ldg(scales_b + (i64)c * p.M + m + 8 * i) : 0.0f;
+        for (int i = 0; i < 2; i++) {
+            if (LEVELS_OF_B && m + 8 * i < p.M) factor_b[i] = __ldg(p.factors + level_of(p, tile.b, m + 8 * i, c));
+            scale_b[i] = m + 8 * i < p.M ? __ldg(scales_b + (i64)c * p.M + m + 8 * i) : 0.0f;
+        }
 #pragma unroll 1
         for (int unit = 0; unit < p.per_chunk / UNIT; unit++) {
             wait_until_turned(SLOT_HAS_COME(slot->slot), slot->odd);
@@ -390,7 +397,7 @@ static __device__ __forceinline__ void multiply_tile(const Product &p, const Til
             for (int i = 0; i < 2 * UNIT; i++)
                 z[i / 2][i % 2] = *(const uint4 *)(own + (warp / 4 * UNIT + i / 2) * TILE_BYTES + ((warp % 4 * 2 + i % 2) * LANES + lane) * 16);
             multiply_unit(acc, z, p.skip, stage);
-            if (unit + 1 == p.per_chunk / UNIT) add_chunk((const float *)(own + CODES_BYTES), scale_b, acc, y);
+            if (unit + 1 == p.per_chunk / UNIT) add_chunk((const float *)(own + CODES_BYTES), scale_b, factor_b, acc, y);
             leave(SLOT_IS_READ(slot->slot)), go_on(slot, SLOTS);
         }
     }

@@ -37,6 +37,7 @@ _SLOTS = 3  # for the codes of a unit of visits
 _TILE_BYTES = _OUTPUTS * _VISIT  # of codes
 _EXACT = 2**22  # counts below become floats by one subtraction
 _MAPPING_BLOCKS = 2048
+_MAPPING_BYTES = 96 * 1024  # of shared memory for codes of b by level
 _WORKSPACE_BYTES = 2**30  # of a's bits
 
 # What a block takes for a visit and for each of its steps, in clocks, by its columns: as measured on an H200.
@@ -48,13 +49,14 @@ _WRITING_CLOCKS = 28  # for a row of a tile of y
 class Tables(NamedTuple):
     """What codes become; see the text of wide_bits.cu."""
 
-    words_a: Tensor  # (levels, masks, 128, words) int32: of the operand whose bits are written
-    ones_b: Tensor  # (masks, 128) int8: of the other
-    counts_a: Tensor  # (levels, masks, 128) uint8: how many bits of words_a are set
+    words_a: Tensor  # (levels or 1, masks, 128, words) int32: of the operand whose bits are written
+    ones_b: Tensor  # (1 or levels, masks, 128) int8: of the other
+    counts_a: Tensor  # (levels or 1, masks, 128) uint8: how many bits of words_a are set
     masks: Tensor  # (chunk, rounded up to 64) uint8
     factors: Tensor  # (levels,) float32
     share: int  # codes in a word
     skip: int  # ones of b from here on are kept less one
+    levels_of_b: bool  # whether a level index has rows of b's operand
 
     @property
     def words(self) -> int:
@@ -73,7 +75,7 @@ def tables_of(
 ) -> Tables | None:
     """The tables of a product; None where streams or chunks are of another kind than the kernel's.
 
-    With ``of_b``, for streams of one length, the operands have changed places: bits are written of b's codes.
+    With ``of_b`` the operands have changed places: bits are written of b's codes, levels are of the other's rows.
     """
     longest = max(levels)
     if not 0 < longest <= LONGEST or chunk % _PIECE or not options.streams.by_prefix:
@@ -87,20 +89,20 @@ def tables_of(
     below = prefix_tables(streams, distinct, cpu).diff(dim=1).bool()  # (masks, steps, codes)
     steps = step_tables(streams, distinct, levels, cpu).long()  # (levels, masks, codes)
     if of_b:
-        ones, bits = steps[0], below.mT[None]
+        ones, bits = steps, below.mT[None]
     else:
         ones, order = below.sum(1), below.sum(2).argsort(dim=1, descending=True, stable=True)
         in_order = below.gather(1, order[..., None].expand_as(below))  # lower numbers first
         if not torch.equal(in_order, torch.arange(longest)[:, None] < ones[:, None]):
             return None  # boundaries that do not rise with the codes
-        bits = order[None, :, None] < steps[..., None]
+        ones, bits = ones[None], order[None, :, None] < steps[..., None]
     skip = _skip_of(ones)
-    if skip is None:
+    if skip is None or len(ones) * len(distinct) * CODES > _MAPPING_BYTES:
         return None
-    written = torch.zeros(len(levels), len(distinct), CODES, width_of(longest), dtype=torch.bool)
+    written = torch.zeros(len(bits), len(distinct), CODES, width_of(longest), dtype=torch.bool)
     written[:, :, :codes, :longest] = bits
-    codes_of_b = torch.zeros(len(distinct), CODES, dtype=torch.int8)
-    codes_of_b[:, :codes] = (ones - (ones >= skip).long()).to(torch.int8)
+    codes_of_b = torch.zeros(len(ones), len(distinct), CODES, dtype=torch.int8)
+    codes_of_b[..., :codes] = (ones - (ones >= skip).long()).to(torch.int8)
     position = {mask: i for i, mask in enumerate(distinct)}
     index = torch.zeros(_VISIT * cdiv(chunk, _VISIT), dtype=torch.uint8)
     index[:chunk] = torch.tensor([position[mask] for mask in masks], dtype=torch.uint8)
@@ -114,6 +116,7 @@ def tables_of(
         of_levels.to(device),
         share=max(1, 32 // width_of(longest)),
         skip=skip,
+        levels_of_b=of_b and len(levels) > 1,
     )
 
 
@@ -152,7 +155,7 @@ class Product(ctypes.Structure):
     _fields_ = row_blocks.argument_fields(
         ("words_a", "ones_b", "counts_a"),
         ("bits_a", "codes_b", "scales_a", "order", "groups"),
-        ("tiles_a", "tiles_b", "batch", "skip", "own_group"),
+        ("levels_b", "tiles_a", "tiles_b", "batch", "skip", "own_group"),
     )
 
 
@@ -314,7 +317,7 @@ def multiply(
     for number, (batch, rows) in enumerate(parts):
         of_b = slice(None) if len(qb) == 1 else batch
         own = rows if places is None else slice(None)  # places point to rows of the whole entry
-        index = index_of(level_index, batch, own)
+        index = index_of(level_index, batch, slice(None) if tables.levels_of_b else own)
         part = row_blocks.Part(qa[batch, own], sa[batch, own], qb[of_b], scales_b[of_b], y[batch, own], index)
         standing = None if places is None else _places_of(places, batch, rows)
         first = number == 0 or len(qb) > 1
@@ -330,7 +333,7 @@ def _places_of(places: TilePlaces, batch: slice, rows: slice) -> TilePlaces:
 
 
 def launch_swapped(
-    operands: Sequence[Tensor], tables: Tables, level_index: None, chunk: int, y: Tensor
+    operands: Sequence[Tensor], tables: Tables, level_index: Tensor | None, chunk: int, y: Tensor
 ) -> None:
     """The same with the operands in each other's place, by `tables_of_b`: quicker where a has more rows.
 
@@ -364,9 +367,10 @@ def _launch_part(
         (bits, codes_b, scales, *(places[:2] if places is not None else (None, None))),
         chunk,
         cdiv(chunk, _VISIT),
-        tables.ones_b.shape[0],
+        tables.ones_b.shape[1],
     )
-    argument = Product(*values, tiles, how.tiles_b, B, tables.skip, 0 if places is None else places.own)
+    numbers = (len(tables.ones_b), tiles, how.tiles_b, B, tables.skip, 0 if places is None else places.own)
+    argument, defines = Product(*values, *numbers), (*how.defines, ("LEVELS_OF_B", int(tables.levels_of_b)))
     argument.N = N
     grids = {"stochastic_wide_a": (visits, tiles, B)}
     if first:
@@ -376,8 +380,8 @@ def _launch_part(
         device = part.qa.device.index
         for name, grid in grids.items():
             shared = tables.ones_b.numel() if name == "stochastic_wide_b" else how.columns * (_VISIT + 4)
-            kernel = nvrtc.kernel(SOURCE, name, how.defines, device, shared)
+            kernel = nvrtc.kernel(SOURCE, name, defines, device, shared)
             nvrtc.launch(kernel, grid, 256, shared, argument)
-        main = nvrtc.kernel(SOURCE, "stochastic_wide_bits", how.defines, device, how.shared_bytes)
+        main = nvrtc.kernel(SOURCE, "stochastic_wide_bits", defines, device, how.shared_bytes)
         blocks = min(how.tiles_b // how.groups * tiles * B, describe(part.y.device).multiprocessors)
         nvrtc.launch(main, (blocks, 1, 1), how.threads, how.shared_bytes, argument)
