@@ -119,25 +119,22 @@ def searches(model: nn.Module, text: TextWindows, base: StochasticConfig, window
     """A screen of some candidates, each changed at another place of the model, and a swap table."""
     few = text._replace(windows=text.windows[:windows])
     settings = Screening(stop=False)
-    for say, places in (
-        ("changed in the first layer", [1, 2]),
-        ("changed anywhere", [len(base.linears) * k // 7 for k in range(1, 7)]),
-    ):
-        candidates = [Candidate(str(at), with_one_changed(base, at)) for at in places]
+    places = [len(base.linears) * k // 4 for k in range(4)]  # the first changes all layers
+    candidates = [Candidate(str(at), with_one_changed(base, at)) for at in places]
+    took = []
+    for count in (windows, 2 * windows):
         began = time.perf_counter()
-        screen(model, few, base, candidates, settings)
-        once = time.perf_counter() - began
-        began = time.perf_counter()
-        screen(model, few._replace(windows=text.windows[: 2 * windows]), base, candidates, settings)
-        twice = time.perf_counter() - began
-        each = (twice - once) / windows / (len(candidates) + 1)
-        print(
-            f"screen, {len(candidates)} candidates {say}: {once:.2f} s for {windows} windows, {twice:.2f} "
-            f"for {2 * windows}: {each:.3f} s a candidate and window; {CANDIDATES} on {SCREENED} by this "
-            f"rate {once + each * CANDIDATES * SCREENED:.0f} s",
-            flush=True,
-        )
-    chosen, to = operators(model, base), (16, 32, 64)
+        screen(model, text._replace(windows=text.windows[:count]), base, candidates, settings)
+        took.append(time.perf_counter() - began)
+    each = (took[1] - took[0]) / windows / (len(candidates) + 1)
+    whole = took[0] + each * CANDIDATES * SCREENED
+    print(
+        f"screen, {len(candidates)} candidates changed at even distances: {took[0]:.2f} s for {windows} "
+        f"windows, {took[1]:.2f} for {2 * windows}: {each:.3f} s a candidate and window; {CANDIDATES} on "
+        f"{SCREENED} by this rate {whole:.0f} s",
+        flush=True,
+    )
+    chosen, to = operators(model, base), (48,)
     began = time.perf_counter()
     table = swap_table(model, few, base, to, chosen, settings=settings)
     took = time.perf_counter() - began

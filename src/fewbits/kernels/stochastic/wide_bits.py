@@ -75,7 +75,7 @@ def tables_of(
 ) -> Tables | None:
     """The tables of a product; None where streams or chunks are of another kind than the kernel's.
 
-    With ``of_b`` the operands have changed places: bits are written of b's codes, levels are of the other's rows.
+    With ``of_b`` the operands have changed places: bits are of b's codes, levels of the other's rows.
     """
     longest = max(levels)
     if not 0 < longest <= LONGEST or chunk % _PIECE or not options.streams.by_prefix:
