@@ -153,7 +153,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     if what == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        steps, top = 26, 400
+        steps, top = 20, 400
         generator = torch.Generator().manual_seed(7)
         ids = torch.randint(4, top, (4 * steps, length), generator=generator)
         plain = {"gradient_checkpointing": False} if who == "plain" else {}  # to the others the model said it
