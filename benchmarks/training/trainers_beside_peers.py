@@ -163,7 +163,7 @@ def trainer_of(what: str, who: str, options: argparse.Namespace, clock: Any) -> 
     elif what == "dpo":
         from trl import DPOConfig, DPOTrainer
 
-        steps, half = 10 if who == "float32" else 17, length // 2
+        steps, half = 10 if who == "float32" or options.together else 17, length // 2
         config = DPOConfig(
             **(words_of_all(steps) | ({"bf16": False} if who == "float32" else {})),
             gradient_checkpointing=who == "float32",  # the same numbers in less memory
@@ -227,7 +227,7 @@ def trl_stage(what: str, who: str, options: argparse.Namespace) -> dict[str, Any
     ready = now()
     trainer.train()
     marks = clock.marks
-    first = 2 if what == "grpo" or who == "float32" else 10  # losses are logged before
+    first = 2 if what == "grpo" or len(marks) <= 10 else 10  # losses are logged before
     each = [1e3 * (b - a) for a, b in zip(marks[first - 1 :], marks[first:], strict=False)]
     told: dict[str, Any] = {
         "step_ms": round(statistics.median(each), 1),
@@ -321,6 +321,7 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), name, "--one"]
     command += ["--folder", str(options.folder), *(["--tiny"] if options.tiny else [])]
     command += ["--steps", str(options.steps), "--rows", str(options.rows)]
+    command += ["--together"] if options.together else []
     places = [*options.site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {
         **os.environ,
@@ -333,21 +334,27 @@ def start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     )
 
 
+def give_turn(process: subprocess.Popen[str]) -> None:
+    """Let a stage begin; one that was let to is not disturbed."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
 def told_by(
     process: subprocess.Popen[str], name: str, seconds: float, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Give a process its turn, and what it told; after its seconds it is ended."""
     import threading
 
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout is not None
     timer = threading.Timer(max(seconds, 1), process.kill)
     timer.start()
     began = time.perf_counter()
     row: dict[str, Any] = {"stage": name, "error": f"ended after {seconds:.0f} s without a word"}
     try:
-        with contextlib.suppress(OSError):
-            process.stdin.write("go\n")
-            process.stdin.flush()
+        give_turn(process)
         for line in process.stdout:
             if line.startswith(TOLD):
                 row = json.loads(line.removeprefix(TOLD))
@@ -409,6 +416,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=180, help="seconds for all")
     parser.add_argument("--steps", type=int, default=200, help="of `fewbits train`")
     parser.add_argument("--rows", type=int, default=4, help="a step of `fewbits train`")
+    parser.add_argument("--together", action="store_true", help="all stages at once: losses, and no times")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, also on a CPU")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -428,6 +436,9 @@ def main() -> None:
     if CUDA:
         torch.cuda.empty_cache()
     print(f"folders written after {time.perf_counter() - began:.0f} s", flush=True)
+    if options.together:
+        for process in processes.values():
+            give_turn(process)
     rows = []
     for name, process in processes.items():
         left = options.limit - (time.perf_counter() - began)

@@ -139,7 +139,7 @@ class StepTimes:
             self.events = end_recording(self.profiler)
 
     def figures(self):
-        marks = self.marks[min(7, self.steps // 3) :]
+        marks = self.marks[min(7, self.counted // 2) :]
         ms = [1e3 * (b - a) for a, b in itertools.pairwise(marks)]
         return {
             "step_ms": round(statistics.median(ms), 1),
@@ -246,7 +246,7 @@ def sft(args, recipe, choice=False):
         | {"losses": losses(trainer), "gc_asked_of_trainer": config.gradient_checkpointing}
     )
     batch = ids[:4].to(model.device)
-    found["bare_ms"], found["bare_running_ms"] = bare(model, batch)
+    found["bare_ms"], found["bare_running_ms"] = bare(model, batch, steps=7)
     if args.gaps:
         step = bare_step(model, batch)
         step()
