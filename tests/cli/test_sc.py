@@ -162,7 +162,9 @@ def test_a_bundle_of_others_there_and_back(run, model, tmp_path):
     said = run("sc", "bundle", "--output", "x.yaml")
     assert said.code == 2 and "give either --wrapper" in said.err
     said = run(*read[:4], "--output", tmp_path / "x.yaml")
-    assert said.code == 1 and "give num_layers" in said.err
+    assert said.code == 1 and "give num_layers (--layers)" in said.err
+    said = run("sc", "eval", "--model", model, "--text", tmp_path / "w.json", "--settings", "32")
+    assert said.code == 1 and "there is none called 32; write --lengths 32" in said.err
 
 
 def test_arithmetics_side_by_side(run, operands, tmp_path):

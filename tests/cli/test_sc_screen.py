@@ -37,6 +37,8 @@ def test_swap_allocate_screen(run, shared, tmp_path):
     assert "given up" in run(*told).out or "16.00" in run(*told).out
     said = run(*told[:-5], mixed, mixed).err
     assert "differ in nothing; leave one out" in said
+    said = run("sc", "swap", *common, "--base", "32", "--to", "32").err
+    assert "runs in the base at 32 already" in said
     text.write_text("Another story altogether, of a cat that sat on the mat and of the mat. " * 9)
     again = run(*told)
     assert again.code == 1 and "begun with another text" in again.err

@@ -226,6 +226,8 @@ def test_bundles_that_are_none(tmp_path):
         layers = words.pop("layers", None)
         with pytest.raises(error, match=sentence):
             read_bundle(**put(tmp_path, **words), num_layers=layers)
+    with pytest.raises(BadInput, match="is a table of thresholds; give the wrapper"):
+        read_bundle(tmp_path / "table.json", num_layers=2)
     (tmp_path / "wrapper.json").write_text("[1]")
     with pytest.raises(BadInput, match="holds no mapping"):
         read_bundle(tmp_path / "wrapper.json")

@@ -65,6 +65,12 @@ BAD = {
     "half a length": ({"linears": {"*": {"lengths": [1.5]}}}, "lengths holds 1.5; give whole numbers"),
     "ragged": ({"linears": {"*": {"lengths": [[1, 2], [3]]}}}, "rows of different sizes"),
     "thresholds": ({"linears": {"*": {"lengths": [[1], [2]]}}}, "need 1 thresholds, not 0"),
+    "a text": ({"linears": {"*": {"lengths": [[1], [2]], "thresholds": ["1e-5"]}}}, r"so write 1\.0e-05"),
+    "in quotes": ({"linears": {"*": {"lengths": [[1], [2]], "thresholds": ["2"]}}}, "without quotes"),
+    "a word for a number": (
+        {"linears": {"*": {"lengths": [[1], [2]], "thresholds": ["two"]}}},
+        "'two'; give numbers",
+    ),
     "ascending": (
         {"linears": {"*": {"lengths": [[3], [2], [1]], "thresholds": [1, 2]}}},
         "are not descending",

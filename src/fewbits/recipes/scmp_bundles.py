@@ -55,6 +55,8 @@ def read_bundle(
     """
     wrapper = Path(wrapper)
     spec = _json(wrapper)
+    if "type" not in spec and ("buckets" in spec or "operator_defaults" in spec):
+        raise BadInput(f"{wrapper} is a table of thresholds; give the wrapper that names it.")
     if spec.get("type") != "AdaptiveMPConfig":
         raise Unsupported(
             f"{wrapper} has type {spec.get('type')!r}; only AdaptiveMPConfig with a table is read, because "
@@ -69,7 +71,9 @@ def read_bundle(
     schedule = {} if hybrid is None else _schedule(Path(hybrid))
     blocks = num_layers or max((len(row) for row in schedule.values()), default=0)
     if blocks < 1:
-        raise BadInput("without a schedule the number of the model's layers is not known; give num_layers.")
+        raise BadInput(
+            "without a schedule the number of the model's layers is not known; give num_layers (--layers)."
+        )
     wrong = [op for op, row in schedule.items() if len(row) != blocks]
     if wrong:
         raise BadInput(

@@ -310,9 +310,21 @@ def _whole(name: str, value: Any) -> int:
     return value
 
 
+def _as_number(value: Any) -> str:
+    """What to write in the place of a value: YAML takes 1e3 for a text, and nothing in it says so."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return "give numbers"
+    if "e" not in str(value).lower() or not math.isfinite(number):
+        return "give numbers, without quotes"
+    digits = repr(number)
+    return f"YAML reads that as a text, so write {digits if '.' in digits else digits.replace('e', '.0e')}"
+
+
 def _number(name: str, value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
-        raise BadInput(f"{name} holds {value!r}; give numbers.")
+        raise BadInput(f"{name} holds {value!r}; {_as_number(value)}.")
     return float(value)
 
 
