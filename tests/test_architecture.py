@@ -102,7 +102,7 @@ ROOMS_INSIDE = {
         "products": {"arithmetic", "tensors"},
         "layers": {*_BEFORE_TE_LAYERS, "active", "products"},
         "attention": {"support", "ranks", "context", "tensors", "active", "layers"},
-        "experts": {"support", "active", "layers"},
+        "experts": {"support", "tensors", "active", "layers"},
         "multi_tensor": set(),
         "optimizers": {"tensors", "layers", "multi_tensor"},
         "transformer_layer": {"ranks", "layers", "attention"},

@@ -252,6 +252,32 @@ def test_one_parameter_for_all_pieces_may_be_quantised_alone(name: str, tmp_path
         one.weight.operand()
 
 
+@pytest.mark.parametrize("kind", ["tensor", "block", "mx"])
+def test_quantised_tokens_are_permuted_as_codes(kind: str) -> None:
+    e4 = torch.float8_e4m3fn
+    quantizer = {
+        "tensor": te.Float8CurrentScalingQuantizer(e4),
+        "block": te.Float8BlockQuantizer(e4, block_scaling_dim=1),
+        "mx": te.MXFP8Quantizer(e4),
+    }[kind]
+    x = torch.randn(10, 256) * torch.randn(10, 1).exp()
+    mask = torch.rand(10, 4) < 0.4
+    codes = quantizer(x).requires_grad_()
+    for size in (int(mask.sum()), int(mask.sum()) - 2, int(mask.sum()) + 3):
+        y, ids = te.moe_permute(codes, mask, size)
+        real = codes.detach().dequantize().requires_grad_()
+        need, same_ids = te.moe_permute(real, mask, size)
+        assert type(y) is type(codes) and torch.equal(ids, same_ids)
+        assert torch.equal(y.dequantize(), need)
+        dy = torch.randn(size, 256)
+        (dx,) = torch.autograd.grad(y, codes, dy)
+        torch.testing.assert_close(dx, torch.autograd.grad(need, real, dy)[0])
+    by_index, _ = te.moe_permute(codes, torch.randint(4, (10, 2)), 0, map_type="index")
+    assert type(by_index) is type(codes) and by_index.shape == (20, 256)
+    with pytest.raises(BadInput, match="reordered"):
+        te.moe_permute(te.Float8BlockQuantizer(e4)(x), mask, 5)
+
+
 def test_quantile_balancing_counts_the_biases_that_tokens_need() -> None:
     """Token by token: how much more each expert would have needed to reach the best one left out."""
     tokens, experts, topk, bins = 40, 12, 3, 16

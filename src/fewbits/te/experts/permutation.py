@@ -8,11 +8,15 @@ columns ``experts ... experts + n - 1`` to which experts, and in the last column
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fewbits.errors import BadInput
+from fewbits.formats.base import Packed
+from fewbits.kernels.launch.derivatives import once_differentiable
+from fewbits.te.tensors.quantized_tensor import QuantizedTensor
 
 
 def _routes(routing_map: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,13 +51,59 @@ def _permuted(values: Tensor, row: Tensor, size: int) -> Tensor:
     return out.index_copy(0, row[is_row], values[is_row])
 
 
+class _PermutedCodes(torch.autograd.Function):
+    """Rows of a quantised tensor, with their scales, as they are; the gradient is a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, inp: QuantizedTensor, token: Tensor, size: int) -> Tensor:
+        rows = inp.operand().rows
+        if not isinstance(rows, Packed):
+            raise BadInput(
+                "the tokens' rows were not quantised: call set_usage(rowwise=True) before quantising."
+            )
+        tall, _ = rows.format.contract.block
+        if tall > 1:
+            raise BadInput(
+                f"tokens with scales for {tall} rows cannot be reordered: quantise them with a scale for "
+                "each row's blocks, or for the tensor."
+            )
+        ctx.save_for_backward(token[:size])
+        ctx.tokens = inp.shape[0]
+        of_rows = {"codes"} if tall == 0 else {"codes", "scales"}
+        parts = {n: _rows_first(p, token[:size], size) if n in of_rows else p for n, p in rows.parts.items()}
+        return inp.with_rows(Packed(rows.format, (size, rows.shape[1]), rows.dtype, parts))
+
+    @staticmethod
+    @once_differentiable("a permutation of quantised tokens")
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (token,) = ctx.saved_tensors
+        dx = dy.new_zeros(ctx.tokens, dy.shape[1])
+        return dx.index_add_(0, token, dy[: len(token)]), None, None
+
+
+def _rows_first(part: Tensor, token: Tensor, size: int) -> Tensor:
+    """Rows ``token`` of codes or scales (tokens, ...), then zeros up to ``size``."""
+    as_bytes = part.view(torch.uint8) if part.element_size() == 1 else part
+    rows = as_bytes.new_zeros(size, part.shape[1])
+    rows[: len(token)] = as_bytes[token]
+    return rows.view(part.dtype)
+
+
+def _gathered(inp: Tensor, token: Tensor, size: int) -> Tensor:
+    """Rows ``token`` of inp (tokens, K), and zeros up to ``size`` or fewer; a quantised tensor stays one."""
+    if isinstance(inp, QuantizedTensor):
+        codes: Tensor = _PermutedCodes.apply(inp, token, size)
+        return codes
+    return _permuted(inp[token], torch.arange(len(token), device=inp.device), size)
+
+
 def moe_permute(
     inp: Tensor, routing_map: Tensor, num_out_tokens: int, max_token_num: int = -1, map_type: str = "mask"
 ) -> tuple[Tensor, Tensor]:
     """Order tokens by their experts.
 
     Args:
-        inp: (tokens, K).
+        inp: (tokens, K); a quantised tensor stays one, its codes by rows.
         routing_map: for "mask" (tokens, experts), not 0 where a token goes to an expert; for "index"
             (tokens, top_k) numbers of experts.
         num_out_tokens: rows of the result; routes past it are dropped. For "index" 0 is all.
@@ -66,8 +116,7 @@ def moe_permute(
     if map_type == "mask":
         token, expert = _routes(routing_map)
         ids = _row_id_map(token, expert, (routing_map.shape[0], routing_map.shape[1]))
-        row = torch.arange(len(token), device=inp.device)
-        return _permuted(inp[token], row, num_out_tokens), ids
+        return _gathered(inp, token, num_out_tokens), ids
     if map_type != "index":
         raise BadInput(f"map_type is 'mask' or 'index', not {map_type!r}.")
     tokens, top_k = routing_map.shape
@@ -76,7 +125,7 @@ def moe_permute(
     row = torch.empty_like(order)
     row[order] = torch.arange(len(order), device=order.device)
     ids = torch.where(row < size, row, -1).view(tokens, top_k).t().reshape(-1).to(torch.int32)
-    return _permuted(inp[order // top_k], torch.arange(len(order), device=inp.device), size), ids
+    return _gathered(inp, order // top_k, size), ids
 
 
 def moe_permute_with_probs(
@@ -97,7 +146,7 @@ def moe_permute_with_probs(
     row = torch.arange(len(token), device=inp.device)
     ids = _row_id_map(token, expert, (routing_map.shape[0], routing_map.shape[1]))
     return (
-        _permuted(inp[token], row, num_out_tokens),
+        _gathered(inp, token, num_out_tokens),
         _permuted(probs[token, expert], row, num_out_tokens),
         ids,
     )

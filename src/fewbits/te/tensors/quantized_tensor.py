@@ -110,6 +110,11 @@ class QuantizedTensor(Tensor):
         device = first.codes.device if isinstance(first, Packed) else getattr(first, "device", self.device)
         return type(self)(_Like(self.shape, self.dtype, device), operand, self._quantizer)
 
+    def with_rows(self, rows: Packed) -> QuantizedTensor:
+        """A tensor of this kind that holds other codes, by rows alone; of their shape (M, K)."""
+        like = _Like(rows.shape, self.dtype, rows.codes.device)
+        return type(self)(like, Operand(rows, None), self._quantizer)
+
     def take_codes_of(self, other: QuantizedTensor) -> None:
         """Take on the codes of a tensor of the same layout (and shape), as they are."""
         same = other.moved(lambda part: part.to(self.device, copy=True))
