@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -144,6 +145,36 @@ def different() -> list[str]:
         streamer = TextStreamer(tokenizer()) if rank else None
         assert model.generate(same, **words, streamer=streamer).shape == (1, 14)
         return said
+
+
+def with_two_adapters() -> Any:
+    """A whole model in float16, whose rounding leaves few ties, with two adapters of their own targets."""
+    model = tiny("llama", **{**SIZES, "dtype": torch.float16})
+    fewbits.convert(model, "qlora_nf4")
+    model.requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    adapted = fewbits.get_peft_model(model, LoRA(r=4))
+    adapted.add_adapter("other", LoraConfig(r=8, target_modules=["q_proj", "down_proj", "gate_proj"]))
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return with_methods(adapted, model).eval()
+
+
+def by_row(names: list[list[str]], words: list[dict[str, Any]]) -> list[Tensor]:
+    """Texts whose rows have adapters of their own, by steps of decoding."""
+    with pytest.MonkeyPatch.context() as patch:
+        on_a_cpu(patch)
+        model = shared(with_two_adapters())
+        found = []
+        for chosen, more in zip(names, words, strict=True):
+            asked = {"max_new_tokens": 10, "do_sample": False, "adapter_names": chosen, **more}
+            found.append(model.generate(**prompts(len(chosen)), **asked))
+            state = decoding_of(model.get_base_model())
+            assert isinstance(state.step, DecodeStep) and not state.said, state.said
+        return found
 
 
 def many() -> tuple[str, list[list[int]]]:

@@ -12,9 +12,21 @@ from torch import Tensor
 import fewbits
 from fewbits.errors import BadInput
 from fewbits.models.generation.products import products_in_16_bits
+from tests.models.emulated import on_a_cpu
 from tests.models.loading import tokenizer
 from tests.models.tiny import tiny, tokens
-from tests.training.generation_workers import SIZES, build, different, guessed, loaded, many, texts
+from tests.training.generation_workers import (
+    SIZES,
+    build,
+    by_row,
+    different,
+    guessed,
+    loaded,
+    many,
+    prompts,
+    texts,
+    with_two_adapters,
+)
 from tests.training.processes import run_ranks
 
 GREEDY = {"do_sample": False}
@@ -114,6 +126,21 @@ def test_guesses_change_no_text() -> None:
     ranks = run_ranks(guessed, 2)
     assert torch.equal(ranks[0], ranks[1])
     assert behind(build("llama", "qlora_nf4"), ranks[0], 24) < 0.15
+
+
+@pytest.mark.slow
+def test_rows_have_adapters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys and values in few bits, and guesses, too."""
+    names = [["default", "other", "__base__"], ["other", "default"], ["other"]]
+    words: list[dict[str, Any]] = [{}, {"kv_cache": {"name": "int8", "newest": 4}}]
+    words.append({"prompt_lookup_num_tokens": 3})
+    ranks = run_ranks(by_row, 2, names, words)
+    on_a_cpu(monkeypatch)
+    whole = with_two_adapters()
+    for number, (chosen, more) in enumerate(zip(names, words, strict=True)):
+        asked = {"max_new_tokens": 10, "do_sample": False, "adapter_names": chosen, **more}
+        text = whole.generate(**prompts(len(chosen)), **asked)
+        assert torch.equal(ranks[0][number], text) and torch.equal(ranks[1][number], text)
 
 
 def test_ranks_that_are_asked_for_different_texts_are_told_so() -> None:

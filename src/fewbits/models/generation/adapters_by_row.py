@@ -22,6 +22,7 @@ from fewbits.decoder.parts import part_of
 from fewbits.decoder.projection import Branch, Part
 from fewbits.errors import Unsupported
 from fewbits.host.walks import all_modules
+from fewbits.nn.tensor_group import WholeLinear
 
 BASE = "__base__"  # PEFT's name for none
 
@@ -135,6 +136,6 @@ def _branches(module: Any, path: str, names: Sequence[str]) -> Iterator[tuple[st
         if name not in module.lora_A:
             continue
         a, b = module.lora_A[name], module.lora_B[name]
-        if module.lora_bias[name] or any(type(side) is not nn.Linear for side in (a, b)):
+        if module.lora_bias[name] or any(type(side) not in (nn.Linear, WholeLinear) for side in (a, b)):
             raise Unsupported(f"the adapter {name!r} of {path}, chosen by row, is more than plain LoRA.")
         yield name, Branch(a.weight, b.weight, module.scaling[name])
