@@ -28,6 +28,7 @@ from fewbits.formats.float8 import *  # noqa: F403
 from fewbits.formats.gguf_blocks import *  # noqa: F403
 from fewbits.formats.integer import *  # noqa: F403
 from fewbits.formats.integer_indexed import *  # noqa: F403
+from fewbits.formats.integer_offsets import *  # noqa: F403
 from fewbits.formats.integer_widths import *  # noqa: F403
 from fewbits.formats.microscaling import *  # noqa: F403
 from fewbits.formats.nvfp4 import *  # noqa: F403

@@ -35,6 +35,7 @@ FOREIGN_MARKS = {
     "compressed-tensors": (".weight_scale",),
     "fp8": (".weight_scale",),
     "torchao": ("._weight_qdata",),
+    "hqq": (".W_q",),
     "mxfp4": ("_proj_blocks",),
 }
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -302,8 +303,8 @@ def _check_quantization(checkpoint: Checkpoint) -> None:
     if marks is None:
         raise Unsupported(
             f"{checkpoint.folder} is quantised with {method!r}; fewbits reads unquantised, bitsandbytes, "
-            "GPTQ, AWQ, compressed-tensors, FP8, torchao, MXFP4 and its own checkpoints, so start from the "
-            "original model."
+            "GPTQ, AWQ, compressed-tensors, FP8, torchao, HQQ, MXFP4 and its own checkpoints, so start from "
+            "the original model."
         )
     if not any(mark in name for name in checkpoint.tensors for mark in marks):
         raise BadCheckpoint(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import SpecMismatch, Unsupported
-from fewbits.formats import awq, compressed_tensors, float8_files, gptq, torchao
+from fewbits.formats import awq, compressed_tensors, float8_files, gptq, hqq, torchao
 from fewbits.formats.base import Packed
 from fewbits.formats.bitsandbytes import from_bitsandbytes, from_int8
 
@@ -114,6 +114,11 @@ LAYOUTS = {
         awq.PARTS,
         (".qweight",),
         lambda parts, target: awq.from_awq(parts, target.name, target.settings, target.dtype),
+    ),
+    "hqq": Layout(
+        hqq.PARTS,
+        (".W_q",),
+        lambda parts, target: hqq.from_hqq(parts, target.name, target.shape, target.dtype),
     ),
     "compressed-tensors": Layout(compressed_tensors.PARTS, (".weight_scale",), _compressed),
     "fp8": Layout(
