@@ -53,9 +53,9 @@ MIXTURES = tuple(_SPECIAL)
 UNWRITTEN_MIXTURES = tuple(name for name in MIXTURES if name not in SPECS)
 
 
-def mixture(kind: str) -> Any:
+def mixture(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**_COMMON, **_SPECIAL[kind]})
+    config = AutoConfig.for_model(kind, **{**_COMMON, **_SPECIAL[kind], **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

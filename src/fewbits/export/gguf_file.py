@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class PlannedTensor:
         kind: its GGUF type.
         wanted: the type that the mix gives it, where its rows do not allow that one; else None.
         turned_heads: heads whose halves are interleaved; 0 for none.
+        rows: of each expert's weight, that stand here: gate and up are one tensor in transformers. None: all.
     """
 
     name: str
@@ -48,6 +49,11 @@ class PlannedTensor:
     kind: str
     wanted: str | None
     turned_heads: int
+    rows: tuple[int, int] | None = None
+
+    def cut(self, weight: Tensor) -> Tensor:
+        """The rows that stand here of (..., N, K); of codes (..., N, bytes of a row) as well."""
+        return weight if self.rows is None else weight[..., slice(*self.rows), :].contiguous()
 
 
 def architecture_of(config: Any) -> str:
@@ -72,7 +78,36 @@ def architecture_of(config: Any) -> str:
             f"this model's MLP computes {config.hidden_act!r}, and llama.cpp computes silu there; it has no "
             "GGUF form."
         )
+    if spec.experts is not None:
+        _check_experts(config, spec.gguf)
     return spec.gguf
+
+
+def _check_experts(config: Any, arch: str) -> None:
+    """Refuse mixtures that llama.cpp would compute otherwise."""
+    dense = list(getattr(config, "mlp_only_layers", None) or ())
+    if dense or getattr(config, "decoder_sparse_step", 1) != 1:
+        raise Unsupported(
+            f"some layers of this model have no experts, and all layers of GGUF's architecture {arch!r} do;"
+            " export with --to 16bit instead."
+        )
+    sums_to_one = getattr(config, "norm_topk_prob", True)
+    if sums_to_one != (arch != "olmoe"):
+        raise Unsupported(
+            f"norm_topk_prob is {sums_to_one} in this model, and llama.cpp computes {arch!r} with"
+            f" {not sums_to_one}; export with --to 16bit instead."
+        )
+    if arch == "olmoe" and config.num_key_value_heads != config.num_attention_heads:
+        raise Unsupported(
+            "this OLMoE has fewer heads of keys than of queries, and llama.cpp reads as many of both; export"
+            " with --to 16bit instead."
+        )
+    for name in ("clip_qkv", "sliding_window"):
+        if getattr(config, name, None) is not None:
+            raise Unsupported(
+                f"{name} is {getattr(config, name)} in this model, which GGUF's architecture {arch!r} has"
+                " not; export with --to 16bit instead."
+            )
 
 
 def plan_tensors(
@@ -94,10 +129,17 @@ def plan_tensors(
     number = next(n for n, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
-    sizes = Sizes(config.num_hidden_layers, heads["q"] // heads["k"], head_is_tied)
+    count = _expert_count(config)
+    sizes = Sizes(config.num_hidden_layers, heads["q"] // heads["k"], head_is_tied, count)
     planned = []
     for name, shape in shapes.items():
         if head_is_tied and name == "lm_head.weight":
+            continue
+        if count and len(shape) == 3:
+            planned += [
+                PlannedTensor(name, place, part, *type_of(place, part, method, sizes), 0, rows)
+                for place, part, rows in _places_of_experts(name, shape)
+            ]
             continue
         place = table.get_name(name, try_suffixes=(".weight", ".bias"))
         if place is None:
@@ -113,6 +155,25 @@ def plan_tensors(
             )
         )
     return planned
+
+
+def _expert_count(config: Any) -> int:
+    """How many experts a layer has; 0 for dense ones."""
+    spec = written_spec(config)
+    return 0 if spec is None or spec.experts is None else int(getattr(config, spec.experts.count))
+
+
+def _places_of_experts(
+    name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None]]:
+    """Place, shape and rows of each tensor that GGUF makes of one of all experts (E, N, K)."""
+    layer, leaf = name.split(".layers.")[1].split(".")[0], name.rpartition(".")[2]
+    if leaf == "down_proj":
+        yield f"blk.{layer}.ffn_down_exps.weight", shape, None
+        return
+    half = shape[1] // 2
+    for kind, first in (("gate", 0), ("up", half)):
+        yield f"blk.{layer}.ffn_{kind}_exps.weight", (shape[0], half, shape[2]), (first, first + half)
 
 
 @dataclass(frozen=True)
@@ -133,7 +194,7 @@ class Source:
         """The tensor as the file holds it, a numpy array; what is packed in its type is not rounded again."""
         packed = self.packed(tensor)
         if packed is not None:
-            codes = packed.codes.cpu()
+            codes = tensor.cut(packed.codes).cpu()
             return (interleave_halves(codes, tensor.turned_heads) if tensor.turned_heads else codes).numpy()
         columns = self.importance.get(tensor.name.removesuffix(".weight"))
         return encode(_for_file(tensor, self.weight(tensor.name)), tensor.kind, columns)
@@ -200,6 +261,7 @@ def _write_tensor(writer: Any, values: Any) -> None:
 
 
 def _for_file(tensor: PlannedTensor, weight: Tensor) -> Tensor:
+    weight = tensor.cut(weight)
     if tuple(weight.shape) != tensor.shape:
         raise BadCheckpoint(
             f"{tensor.name} has shape {tuple(weight.shape)}, but the configuration makes it {tensor.shape}; "
@@ -232,6 +294,12 @@ def _describe(writer: Any, config: Any, method: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
+    if count := _expert_count(config):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        width = getattr(config, "moe_intermediate_size", None)
+        if width is not None:
+            writer.add_expert_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim(config))
@@ -316,7 +384,9 @@ class GGUFFile:
     def __init__(self, file: Path, planned: Iterable[PlannedTensor]) -> None:
         self.reader = import_gguf().GGUFReader(file)
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        self._planned = {tensor.name: tensor for tensor in planned}
+        self._planned: dict[str, list[PlannedTensor]] = {}
+        for tensor in planned:
+            self._planned.setdefault(tensor.name, []).append(tensor)
 
     def weight(self, name: str) -> Tensor:
         """The tensor with this name in transformers, in that shape, float32.
@@ -324,7 +394,10 @@ class GGUFFile:
         Raises:
             BadCheckpoint: the file lacks it.
         """
-        plan = self._planned[name]
+        parts = [self._part(plan) for plan in self._planned[name]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+    def _part(self, plan: PlannedTensor) -> Tensor:
         tensor = self._tensors.get(plan.place)
         if tensor is None:
             raise BadCheckpoint(f"the GGUF file lacks {plan.place} when it is read back.")

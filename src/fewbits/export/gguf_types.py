@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,16 +63,22 @@ _FALLBACK = {
     "TQ2_0": "Q4_0",
 }
 _TERNARY, _TABLED = ("tq1_0", "tq2_0"), ("iq4_nl", "iq4_xs")
+_FEW_EXPERTS = 8  # attention is then a small part of the model, and llama.cpp gives it more bits
+_FINER_OUTPUT = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq4_nl", "iq4_xs")
 _UNBLOCKED = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rules ask about a model: its layers, query heads for each key head, if the head is tied."""
+    """What the rules ask about a model: its layers, query heads for each key head, if the head is tied.
+
+    And how many experts a layer has; 0 for dense ones.
+    """
 
     num_layers: int
     num_heads_per_kv: int
     head_is_tied: bool
+    num_experts: int = 0
 
 
 def import_gguf() -> Any:
@@ -112,7 +119,9 @@ def type_of(name: str, shape: Sequence[int], method: str, sizes: Sizes) -> tuple
         sizes: of the model.
     """
     common = METHODS[method][0]
-    if len(shape) < 2 or "_norm." in name:
+    if (
+        len(shape) < 2 or "_norm." in name or ".ffn_gate_inp." in name
+    ):  # norms, biases, and what chooses experts
         return "F32", None
     if common in _UNBLOCKED:
         return common, None
@@ -136,7 +145,11 @@ def _wanted(name: str, columns: int, method: str, sizes: Sizes) -> str:
     if name == "token_embd.weight" and method in _TERNARY:
         return "Q4_K"
     if name.startswith("blk."):
-        layer, tensor = int(name.split(".")[1]), name.split(".")[2]
+        layer, tensor = int(name.split(".")[1]), name.split(".")[2].removesuffix("_exps")
+        if sizes.num_experts == _FEW_EXPERTS and tensor in ("attn_k", "attn_v"):
+            return "Q8_0"
+        if sizes.num_experts == _FEW_EXPERTS and tensor == "attn_output" and method in _FINER_OUTPUT:
+            return "Q5_K"
         rule = _RULES.get(tensor)
         if rule is not None:
             return rule(method, layer, sizes) or common
@@ -188,13 +201,17 @@ def encode(weight: Tensor, kind: str, importance: Tensor | None = None) -> Any:
     """The bytes of a weight in a type.
 
     Args:
-        weight: (N, K) or (K,), floating point.
+        weight: (N, K) or (K,), or (E, N, K) of experts, floating point.
         kind: the type's name in ``gguf.GGMLQuantizationType``.
         importance: (K,), how much the squared error of each column counts; None: all the same.
 
     Returns:
         A numpy array: float32 or float16 of weight's shape, or uint8 (N, bytes of a row).
     """
+    if (
+        weight.dim() > 2
+    ):  # of all experts, (E, N, K): a search takes several times the memory of what it rounds
+        return np.stack([encode(one, kind, importance) for one in weight])
     if kind in LAYOUTS:
         return FORMATS[f"gguf_{kind.lower()}"].quantize_for(weight, importance).codes.cpu().numpy()
     gguf = import_gguf()

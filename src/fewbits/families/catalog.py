@@ -94,12 +94,18 @@ MIXTRAL = ModelSpec(
     attention=Attention(window="config"),
     mlp=None,
     experts=Experts(count="num_local_experts", width="intermediate_size"),
+    gguf="llama",
 )
 QWEN2_MOE = ModelSpec(
     model_type="qwen2_moe", mlp=None, experts=Experts(shared=_SHARED), some_layers=(*_DENSE_LAYERS, *_SHARED)
 )
 QWEN3_MOE = ModelSpec(
-    model_type="qwen3_moe", norm=_HEAD_NORMS, mlp=None, experts=Experts(), some_layers=_DENSE_LAYERS
+    model_type="qwen3_moe",
+    norm=_HEAD_NORMS,
+    mlp=None,
+    experts=Experts(),
+    some_layers=_DENSE_LAYERS,
+    gguf="qwen3moe",
 )
 _SHARED_ALL = tuple(path.replace("shared_expert", "shared_experts") for path in _SHARED)
 GLM4_MOE = ModelSpec(  # GLM-4.5 and 4.6
@@ -115,6 +121,7 @@ OLMOE = ModelSpec(
     attention=Attention(clip="clip_qkv"),
     mlp=None,
     experts=Experts(width="intermediate_size"),
+    gguf="olmoe",
 )
 GRANITEMOE = replace(  # Granite 3's mixtures
     GRANITE,

@@ -60,6 +60,11 @@ def load_gguf(file: Path, dtype: Any, loading: Loading) -> tuple[Any, Any]:
     if not file.is_file():
         raise BadInput(f"there is no GGUF file {file}; check the path.")
     reader = _read(file)
+    if any(tensor.name.endswith("_exps.weight") for tensor in reader.tensors):
+        raise Unsupported(
+            f"{file} holds a mixture of experts, and GGUF files of dense models are read; start from the"
+            " original model."
+        )
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     config = AutoConfig.from_pretrained(**where, local_files_only=True)
     tensors = {tensor.name: tensor for tensor in reader.tensors}

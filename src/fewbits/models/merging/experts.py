@@ -9,7 +9,8 @@ writes the layout that it was read from. It takes the memory of the model in 16 
 from __future__ import annotations
 
 import copy
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
+from fewbits.formats.base import Packed
 from fewbits.host.expert_weights import weights_of
 from fewbits.host.transposed import transposed_like
 from fewbits.models.folders.checkpoint import Checkpoint
@@ -49,6 +51,29 @@ class WholeMerger(Merger):
         self.write_tokenizer(folder, tokenizer)
         del model
         return self.check_written(folder)
+
+    def weights(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Every tensor of the merged model; see `Merger.weights`. The plain model stays in memory."""
+        model = self._plain(self.base.dtype)
+        for name, tensor in model.state_dict().items():
+            yield name, partial(self._summed, name, tensor)
+
+    @torch.no_grad()
+    def _summed(self, name: str, tensor: Tensor) -> Tensor:
+        return self._as_saved(self._sum(name, tensor))
+
+    def stored_experts(self, name: str) -> Packed | None:
+        """The weight (E, N, K) as the model computes with it, by its full name; None where it is merged anew.
+
+        That is: no adapter is added to it, and it was not packed from an original that is still there.
+        """
+        path, _, leaf = name.rpartition(".")
+        experts = self._packed_experts.get(path)
+        if experts is None or leaf not in experts.shapes or experts.is_turned or name in self._wrappers():
+            return None
+        if self.original is not None and leaf not in experts.repacked:
+            return None
+        return experts.packed(leaf)
 
     @property
     def num_merged(self) -> int:

@@ -15,6 +15,7 @@ from fewbits.formats.base import Format, Packed
 from fewbits.host.transposed import is_transposed
 from fewbits.models.folders.original import source_folder
 from fewbits.models.merging.branches import plain_name
+from fewbits.models.merging.experts import WholeMerger, has_experts
 from fewbits.models.merging.merger import Merger
 from fewbits.models.writing.calibration_rows import read_windows
 from fewbits.models.writing.input_moments import InputMoments, measure_inputs
@@ -43,7 +44,7 @@ class ExportedWeights:
     def __init__(self, base: Any, tokenizer: Any) -> None:
         self.base, self.config = base, base.config.get_text_config()
         self.tokenizer = _tokenizer(base) if tokenizer is None else tokenizer
-        self.merger = Merger(base, torch.float32)
+        self.merger = WholeMerger(base, torch.float32) if has_experts(base) else Merger(base, torch.float32)
         self.head_is_tied = self.merger.head_is_tied
         # Linears in training for a format: the model computes with their rounded weights.
         self.fake = {
@@ -77,8 +78,10 @@ class ExportedWeights:
         return self._rounded(name) if stored is None else stored.to("cpu")
 
     def stored(self, name: str) -> Packed | None:
-        """`packed`, for linears that are packed in memory already; where they lie."""
+        """`packed`, for linears and experts' weights that are packed in memory already; where they lie."""
         layer = self.merger.packed.get(name)
+        if layer is None and isinstance(self.merger, WholeMerger):
+            return self.merger.stored_experts(name)
         from_original = self.merger.original is not None and layer is not None and not layer.repacked
         if layer is None or name in self.merger.branches or from_original or is_transposed(layer):
             return None

@@ -165,7 +165,7 @@ class _Work:
             back = GGUFFile(file, planned)
             _check_metadata(back, self.vocabulary, weights)
             measured = weights.proved(back.weight)
-        linears = [t.name.removesuffix(".weight") for t in planned]
+        linears = list(dict.fromkeys(t.name.removesuffix(".weight") for t in planned))
         packed = [linear for linear in linears if weights.format_of(linear) is not None]
         return ExportReceipt(
             path=self.published / file.name,
@@ -180,7 +180,7 @@ class _Work:
             ),
             measured=measured,
             reader=f"gguf {version('gguf')}",
-            kept=len(unchanged),
+            kept=len(set(unchanged)),
             rounded_again=() if method in _WIDE else tuple(n for n in packed if n not in unchanged),
             calibrated_on=self.tokens,
             checks=("vocabulary", "special tokens", "chat template", "tied head"),
@@ -189,7 +189,7 @@ class _Work:
     def _packed(self, unchanged: list[str], tensor: PlannedTensor) -> Packed | None:
         """A linear's blocks where the model has them in that type; its name goes into ``unchanged``."""
         linear = tensor.name.removesuffix(".weight")
-        format = self.weights.format_of(linear) if tensor.name.endswith(".weight") else None
+        format = self.weights.format_of(linear) if len(tensor.shape) > 1 else None
         if format is None or format.contract.names.get("gguf") != tensor.kind:
             return None
         unchanged.append(linear)
