@@ -157,13 +157,13 @@ def test_rows_are_found_by_a_product(folder: Path) -> None:
 
 
 def test_every_format_with_a_decoded_product_has_a_kernel() -> None:
-    """But whole numbers whose columns look up their group, which the product sorts first."""
+    """But whole numbers whose columns look up their group, which the product sorts first, and HQQ's."""
     without = [
         name for name, format in FORMATS.items()
         if format.contract.product == "decoded"
         and not has_triton_kernel(format, (256, 256)) and not described.is_described(format, (256, 256))
     ]  # fmt: skip
-    assert without == [name for name in FORMATS if name.endswith("_indexed")]
+    assert without == [name for name in FORMATS if name.endswith("_indexed") or name.startswith("hqq")]
 
 
 def test_what_it_does_not_decode_is_left_to_the_definition() -> None:
@@ -192,7 +192,7 @@ def test_compiles_to_machine_code(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", EVERY, ids=lambda f: f.name)
 def test_cuda_equals_the_definition(format: Format) -> None:
-    """What passes here on a GPU may become what `dequantize` takes: `IS_PROVED`."""
+    """Every format, every result's dtype, rows that end in a block, and outputs with room between rows."""
     for N, K in (*shapes(format), (512, 1024)):
         packed = problem(format, N, K, 1)
         parts = {name: part.cuda() for name, part in packed.parts.items()}
@@ -202,10 +202,7 @@ def test_cuda_equals_the_definition(format: Format) -> None:
             assert same(out.cpu(), packed.dequantize(dtype)), (N, K, dtype)
 
 
-def test_the_definition_is_taken_until_a_gpu_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receipt says so too."""
-    assert has_kernel(FORMATS["gguf_q4_k"], (64, 256)) == described.IS_PROVED
-    monkeypatch.setattr(described, "IS_PROVED", True)
+def test_the_receipt_knows_which_formats_have_a_kernel() -> None:
     assert has_kernel(FORMATS["gguf_q4_k"], (64, 256)) and not has_kernel(FORMATS["int3_indexed"], (64, 256))
 
 

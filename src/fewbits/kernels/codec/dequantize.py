@@ -155,8 +155,7 @@ def _by_description(
 
 def has_kernel(format: Format, shape: tuple[int, ...]) -> bool:
     """Whether a GPU decodes a tensor of ``shape`` (..., K) by a kernel, not by the format's definition."""
-    described = dequantize_described.IS_PROVED and dequantize_described.is_described(format, shape)
-    return has_triton_kernel(format, shape) or described
+    return has_triton_kernel(format, shape) or dequantize_described.is_described(format, shape)
 
 
 # 4. The ops: on a CPU they run the definition, on CUDA the kernel.

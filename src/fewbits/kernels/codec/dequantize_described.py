@@ -24,10 +24,6 @@ _THREADS, _ITEMS = 256, 4  # the first as in the source
 _NONE = "{0,0,1,1,0,0,0,0,0}"
 _KINDS = ("whole", "float", "table", "digit", "trellis")
 _STORED = ("float32", "e8m0", "e4m3", "e4m3_divided", "half", "exponent")
-# Bit for bit the definition on a CPU, in every format, and compiled for compute capability 8.0 to 12.0; no
-# GPU has run it so far. Until `pytest -m gpu tests/kernels/test_dequantize_described.py` has passed on one,
-# `dequantize` takes the definition as before.
-IS_PROVED = False
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -76,7 +72,7 @@ def is_described(format: Format, shape: tuple[int, ...]) -> bool:
 
 def can_launch(out: Tensor, dtype: torch.dtype) -> bool:
     """Whether `dequantize` takes it where ``out`` (N, K) is, for a result of this dtype."""
-    return IS_PROVED and out.is_cuda and dtype in DTYPES and nvrtc.missing() is None
+    return out.is_cuda and dtype in DTYPES and nvrtc.missing() is None
 
 
 @keep_plans

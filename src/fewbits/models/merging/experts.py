@@ -60,7 +60,7 @@ class WholeMerger(Merger):
 
     @torch.no_grad()
     def _summed(self, name: str, tensor: Tensor) -> Tensor:
-        return self._as_saved(self._sum(name, tensor))
+        return self.as_saved(self._sum(name, tensor))
 
     def stored_experts(self, name: str) -> Packed | None:
         """The weight (E, N, K) as the model computes with it, by its full name; None where it is merged anew.

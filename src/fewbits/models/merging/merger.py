@@ -251,7 +251,7 @@ class Merger:
         if own is not None and (module in self.branches or module in self.packed):
             self.changed.add(module)
         weight = weight if own is None else own
-        return self._as_saved(self.branches[module].merged(weight) if module in self.branches else weight)
+        return self.as_saved(self.branches[module].merged(weight) if module in self.branches else weight)
 
     def _own(self, name: str, weight: Tensor) -> Tensor | None:
         """The model's own tensor where that is not simply the original's ``weight``."""
@@ -263,7 +263,8 @@ class Merger:
         has_values = live is not None and live.device.type != "meta"
         return live if live is not None and has_values and was_changed(live, weight) else None
 
-    def _as_saved(self, tensor: Tensor) -> Tensor:
+    def as_saved(self, tensor: Tensor) -> Tensor:
+        """A tensor of any shape on the CPU in the dtype of the merge, with memory of its own."""
         tensor = tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype)
         return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
 
@@ -290,7 +291,7 @@ class Merger:
         weight = self.live[name] if layer is None else transposed_like(layer.dequantize(torch.float32), layer)
         if module in self.branches:
             weight = self.branches[module].merged(weight)
-        return self._as_saved(weight)
+        return self.as_saved(weight)
 
     def _write_config(self, folder: Path, names: Iterable[str]) -> None:
         config = copy.deepcopy(self.config)
