@@ -132,6 +132,7 @@ WAYS = {
     "both": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7, 9]},
+    "tokens, head": {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [3, 7, 9]},
     "pissa": {"init_lora_weights": "pissa", "load_in_4bit": False},
     "olora": {"init_lora_weights": "olora", "load_in_4bit": False},
     "patterns": {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 32}, "use_rslora": True},
@@ -198,6 +199,37 @@ def test_added_tokens_that_train_alone_are_opened_and_merged(tied: bool, tmp_pat
     base, _ = loaded(tmp_path / "base")
     with pytest.raises(SpecMismatch, match="another vocabulary"):
         load_adapter(base, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("target", "tied"), [("lm_head", True), ("embed_tokens", False)])
+@pytest.mark.filterwarnings("ignore")
+def test_what_an_adapter_holds_of_added_tokens(target: str, tied: bool, caplog, tmp_path) -> None:
+    """PEFT writes the grown weight of its targets alone: all there is if it is tied, else half of it."""
+    save_tiny(tmp_path / "base", tie_word_embeddings=tied)
+    model, _ = loaded(tmp_path / "base", load_in_4bit=False)
+    first = model.get_input_embeddings().weight.shape[0]
+    model.resize_token_embeddings(first + 3)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", target])
+    model = peft.get_peft_model(model, config)
+    step(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again, _ = loaded(tmp_path / "adapter", load_in_4bit=False)
+    ids = IDS.clone()
+    ids[:, ::3] = first + 2
+    # transformers begins added rows as the mean, give or take a thousandth of the rows' spread
+    torch.testing.assert_close(
+        logits(again.eval(), ids), logits(model.eval(), ids), rtol=1e-4, atol=2e-5 if tied else 1e-2
+    )
+    assert ("holds no rows of lm_head for the 3 added tokens" in caplog.text) == (not tied)
+
+
+@pytest.mark.parametrize("field", ["modules_to_save", "target_modules"])
+def test_rows_that_train_in_two_ways_are_refused(field: str, tmp_path) -> None:
+    save_tiny(tmp_path / "base")
+    model, _ = loaded(tmp_path / "base", load_in_4bit=False)
+    settings = {"target_modules": ["q_proj"], field: ["q_proj", "embed_tokens"]}
+    with pytest.raises(BadInput, match=f"rows of embed_tokens, which {field} names too"):
+        get_peft_model(model, trainable_token_indices=[3], **settings)
 
 
 def test_a_head_that_trains_whole_needs_no_logits(tmp_path) -> None:

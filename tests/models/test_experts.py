@@ -126,6 +126,26 @@ def test_an_adapter_of_plain_peft_loads_over_packed_experts(tmp_path) -> None:
     assert not torch.allclose(without, logits(ours, tokens()), atol=1e-3)
 
 
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_adapter_of_plain_peft_on_a_router_is_opened_and_merged(packed: bool, tmp_path) -> None:
+    """PEFT's all-linear means the routers of Qwen3-MoE too, which are parameters of no linear."""
+    save_mixture(tmp_path / "base", "qwen3_moe")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear")
+    theirs = perturb(peft.get_peft_model(plain, config)).eval()
+    assert any("mlp.gate.lora_A" in name for name, _ in theirs.named_parameters())
+    theirs.save_pretrained(tmp_path / "adapter")
+    need = logits(theirs, tokens())
+    ours, tokenizer = FastLanguageModel.from_pretrained(
+        tmp_path / "adapter", base_model=tmp_path / "base", load_in_4bit=packed, dtype=torch.float32
+    )
+    if not packed:
+        torch.testing.assert_close(logits(ours.eval(), tokens()), need, rtol=0, atol=2e-5)
+    ours.save_pretrained_merged(tmp_path / "merged", tokenizer, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(merged, tokens()), need, rtol=0, atol=2e-5)
+
+
 def test_gate_and_up_have_twice_the_rank_and_nobody_says_otherwise(recwarn: Any) -> None:
     """PEFT looks for a parameter's rank among modules, and would warn that it was ignored."""
     adapted = FastLanguageModel.get_peft_model(mixture("qwen3_moe"), r=3, target_modules=TARGETS)

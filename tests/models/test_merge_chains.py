@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
 from tests.models.loading import logits, perturb, save_tiny
+from tests.models.mixtures import save_mixture
 from tests.models.tiny import tokens
 from tests.models.unwritten import unwritten
 
@@ -47,6 +49,24 @@ def test_an_adapter_merged_before_is_not_lost(packed, family, tmp_path):
     expected = logits(second.eval(), tokens())
     assert off(written(second, tokenizer, tmp_path / "two"), expected) < 1e-5
     assert "that were changed in this model" in written.receipt
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_a_mixture_that_was_merged_before_is_written_and_stays(kind, tmp_path):
+    """Unpacked experts were written under two names, and a live weight got the adapter in place."""
+    save_mixture(tmp_path / "base", kind)
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False, dtype=torch.float32)
+    first = perturb(FastLanguageModel.get_peft_model(model, r=4, target_modules=["q_proj", "o_proj"]))
+    second = perturb(
+        FastLanguageModel.get_peft_model(first.merge_and_unload(), r=2, target_modules=["q_proj"])
+    )
+    expected = logits(second.eval(), tokens())
+    assert off(written(second, None, tmp_path / "merged"), expected) < 1e-5
+    assert "that were changed in this model" in written.receipt
+    assert torch.equal(logits(second.eval(), tokens()), expected)
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("base", "merged")]
+    assert names[0] == names[1]
 
 
 @pytest.mark.filterwarnings("ignore")

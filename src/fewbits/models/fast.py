@@ -128,8 +128,7 @@ class FastLanguageModel:
             rest = {k: v for k, v in options.items() if k not in ("base_model", "is_trainable")}
             model, tokenizer = FastLanguageModel.from_pretrained(base, *choices, **rest)
             with Reading(path):
-                if resized := fit_vocabulary(model, path):
-                    add_notes(model, [resized])
+                add_notes(model, fit_vocabulary(model, path))
                 if begun_over is not None:
                     add_notes(model, [f"{path} began as the error of packing: its own recipe packs the base"])
                 peft_model = load_adapter(model, path, is_trainable=loading.is_trainable)

@@ -215,6 +215,7 @@ def lora_config(model: nn.Module, lora: Any = None, **settings: Any) -> Any:
         )
     config = _lora_config(model, lora, settings)
     _check_trained_copies(config, model)
+    _check_single_tokens(config)
     _check_parameters(config, model)
     _register(config, model)
     return config
@@ -429,6 +430,19 @@ def _check_trained_copies(config: Any, model: nn.Module) -> None:
             f"modules_to_save would train a copy of {whole}, whose weight is stored as {stored}; leave it as "
             "it is with the recipe's skip, or put an adapter on it."
         )
+
+
+def _check_single_tokens(config: Any) -> None:
+    """PEFT ends in its middle, or in the first forward pass, where an embedding is to train in two ways."""
+    indices = config.trainable_token_indices
+    named = config.target_modules if isinstance(config.target_modules, (set, list)) else ()
+    for field, names in (("modules_to_save", config.modules_to_save or ()), ("target_modules", named)):
+        ends = set(map(_last, indices)) if isinstance(indices, dict) else {"embed_tokens"}
+        if indices and (both := sorted(ends.intersection(map(_last, names)))):
+            raise BadInput(
+                f"trainable_token_indices trains single rows of {both[0]}, which {field} names too; leave it"
+                " out of one of the two."
+            )
 
 
 def _check_parameters(config: Any, model: nn.Module) -> None:

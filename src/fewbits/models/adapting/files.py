@@ -5,6 +5,7 @@ A tensor that is missing, left over or of another shape is named and refused; th
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from fewbits.models.merging.branches import base_name
 from fewbits.models.packing.expert_targets import expert_paths
 from fewbits.models.packing.packed import put
 
+logger = logging.getLogger("fewbits")
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
@@ -58,23 +60,40 @@ def _once(weights: Mapping[str, Any]) -> dict[str, Any]:
     return {k: t for k, t in weights.items() if not second.search(k) or second.sub("", k) not in weights}
 
 
-def fit_vocabulary(model: Any, path: str | Path) -> str:
-    """Give a base model as many rows of the embedding as the adapter in ``path`` was trained with.
+def fit_vocabulary(model: Any, path: str | Path) -> list[str]:
+    """Give a base model as many rows of embedding and head as the adapter in ``path`` was trained with.
 
-    In place, where the adapter holds an embedding of another size; tokens were added before it was trained.
+    In place, where the adapter holds one of another size; tokens were added before it was trained. Where it
+    holds one of two that are not tied, the added rows of the other begin as those of transformers do.
 
     Returns:
-        What was done, in words; "" where nothing was.
+        What was done, and what is not in the file, in words.
     """
-    name = next(
-        (n for n, module in model.named_modules() if module is model.get_input_embeddings()), "unknown"
-    )
-    held = (t.shape[0] for k, t in read_adapter(path).items() if base_name(k) == f"{name}.weight")
-    rows, rows_here = next(held, None), model.get_input_embeddings().weight.shape[0]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = ("".join(n for n, m in model.named_modules() if m is end) for end in ends)
+    weights = {key: tensor for key, tensor in read_adapter(path).items() if tensor.dim()}
+    held = {
+        base_name(key).replace(".modules_to_save.", "."): (key, tensor.shape[0])
+        for key, tensor in weights.items()
+    }
+    both = [f"{name}.weight" for name in (embedding, head) if name]
+    rows = next((held[name][1] for name in both if name in held), None)
+    rows_here = ends[0].weight.shape[0]
     if rows is None or rows == rows_here:
-        return ""
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    return f"the embedding has {rows:,} rows and not {rows_here:,}, as it had when the adapter was trained"
+        return []
+    absent = [name for name in both if name not in held]
+    (stored, _), *_ = (held[name] for name in both if name in held)
+    is_tied = ends[1] is not None and ends[1].weight is ends[0].weight
+    lost = [] if is_tied and ".modules_to_save." not in stored else absent
+    model.resize_token_embeddings(rows, mean_resizing=bool(lost))
+    said = [f"the embedding has {rows:,} rows and not {rows_here:,}, as it had when the adapter was trained"]
+    if lost and rows > rows_here:
+        said.append(
+            f"{path} holds no rows of {lost[0].removesuffix('.weight')} for the {rows - rows_here:,} added"
+            " tokens; they are the mean of the others, as transformers begins them"
+        )
+        logger.warning(said[-1])
+    return said
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -110,7 +129,8 @@ def check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) ->
         if match is not None and match.group(1).removesuffix(".base_layer") in experts:
             continue  # 3-D parameters, whose places PEFT encodes by nesting
         if match is not None:
-            _check_pair(linears, match.group(1), match.group(2), tensor, path)
+            sides = _sides(linears, shapes, match.group(1))
+            _check_pair(linears, sides, match.group(1), match.group(2), tensor, path)
             continue
         name = base_name(key)
         have, want = tuple(tensor.shape), shapes.get(name)
@@ -121,15 +141,32 @@ def check_fit(model: nn.Module, weights: Mapping[str, Any], path: str | Path) ->
             )
 
 
-def _check_pair(linears: Mapping[str, Any], name: str, which: str, tensor: Any, path: str | Path) -> None:
-    linear = linears.get(name)
-    if linear is None:
+def _sides(
+    linears: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str
+) -> tuple[int, ...] | None:
+    """Outputs and inputs of a linear, or of a parameter that is used as one (a router's), or None."""
+    if name in linears:
+        linear = as_linear(linears[name])
+        return linear.out_features, linear.in_features
+    shape = shapes.get(f"{name}.weight", ())
+    return shape if len(shape) == 2 else None
+
+
+def _check_pair(
+    linears: Mapping[str, Any],
+    sides: tuple[int, ...] | None,
+    name: str,
+    which: str,
+    tensor: Any,
+    path: str | Path,
+) -> None:
+    if sides is None:
         raise SpecMismatch(
             f"the adapter in {path} adapts {name!r}, which this model does not have; "
             f"it has {listed(linears)}."
         )
     axis, side = (1, "in") if which == "A" else (0, "out")
-    have, want = tensor.shape[axis], getattr(as_linear(linear), f"{side}_features")
+    have, want = tensor.shape[axis], sides[axis]
     if have != want:
         raise SpecMismatch(
             f"the adapter in {path} was made for {have} {side}puts of {name!r}, which has {want}; "

@@ -198,7 +198,7 @@ def _with_trained_tokens(base: nn.Module) -> dict[str, Tensor]:
         source = layer if layer.tied_adapter is None else layer.tied_adapter
         if id(source) not in by_layer:
             by_layer[id(source)] = source.get_merged_weights(source.active_adapters).detach()
-        weights[f"{name}.weight"] = by_layer[id(source)]
+        weights[f"{plain_name(name)}.weight"] = by_layer[id(source)]
     return weights
 
 

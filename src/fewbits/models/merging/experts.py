@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import BadCheckpoint
 from fewbits.formats.base import Packed
-from fewbits.host.expert_weights import weights_of
+from fewbits.host.expert_weights import all_weights_of, weights_of
 from fewbits.host.transposed import transposed_like
 from fewbits.models.folders.checkpoint import Checkpoint
 from fewbits.models.loading.longer_positions import options_like
@@ -30,10 +30,10 @@ from fewbits.nn.experts import QuantizedExperts
 
 
 def has_experts(base: nn.Module) -> bool:
-    """Whether a model has packed experts, or adapters on parameters that are no linear's."""
+    """Whether a model has experts in one tensor, packed or not, or adapters on parameters of no linear."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    return any(isinstance(module, QuantizedExperts | ParamWrapper) for module in base.modules())
+    return any(isinstance(module, ParamWrapper) or all_weights_of(module) for module in base.modules())
 
 
 class WholeMerger(Merger):
@@ -116,14 +116,14 @@ class WholeMerger(Merger):
                 own = self._own(name, parameter)
                 if own is not None:
                     self.changed.add(name)
-                    _set(model, name, own.detach().to("cpu", dtype))
+                    _set(model, name, own.to("cpu", dtype))
             return model
         model = type(self.base)._from_config(self._config(), dtype=dtype)
         state = model.state_dict()
         decoded = {name: tensor for name, tensor in self._decoded().items() if name in state}
         for name, tensor in decoded.items():
             if tensor.shape != state[name].shape:
-                _set(model, name, tensor.detach().to("cpu", dtype))
+                _set(model, name, tensor.to("cpu", dtype))
         model.load_state_dict({n: t for n, t in decoded.items() if t.shape == state[n].shape}, strict=False)
         absent = sorted(set(state) - set(decoded) - set(getattr(model, "all_tied_weights_keys", {}) or {}))
         if absent:
@@ -211,8 +211,9 @@ def _delta(wrapper: Any, adapter: str) -> Tensor:
 
 
 def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give ``model`` a copy, to which adapters may be added."""
     module, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
+    setattr(model.get_submodule(module), leaf, nn.Parameter(tensor.detach().clone(), requires_grad=False))
 
 
 __all__ = ["WholeMerger", "has_experts"]
