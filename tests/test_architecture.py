@@ -51,6 +51,7 @@ MAY_IMPORT = {
     "te": {"formats", "kernels"},  # the words of Transformer Engine
     "fewjobs": set(),
     "build": {"fewjobs"},  # its former name
+    "__main__": {"cli"},
     "doctor": {"fewjobs"},
     "cli": {*_MODELS, "inference", "training", "bench", "demo", "doctor", "fewjobs"},
 }

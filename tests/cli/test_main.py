@@ -129,11 +129,12 @@ def test_ctrl_c_in_a_real_process(tmp_path):
     assert err == "interrupted.\n"
 
 
-def test_a_closed_pipe_is_no_traceback():
+@pytest.mark.parametrize("module", ["fewbits", "fewbits.cli"])
+def test_a_closed_pipe_is_no_traceback(module):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "fewbits.cli", "completion", "bash"],
+        [sys.executable, "-m", module, "completion", "bash"],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
