@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fewbits import FastLanguageModel
-from tests.models.loading import logits, perturb, save_tiny
-from tests.models.mixtures import save_mixture
+from tests.models.loading import logits, perturb, save_tiny, tokenizer
+from tests.models.mixtures import mixture, save_mixture
 from tests.models.tiny import tokens
 from tests.models.unwritten import unwritten
 
@@ -67,6 +67,37 @@ def test_a_mixture_that_was_merged_before_is_written_and_stays(kind, tmp_path):
     assert torch.equal(logits(second.eval(), tokens()), expected)
     names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("base", "merged")]
     assert names[0] == names[1]
+
+
+ON_ENDS = {
+    "adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "single tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
+    "adapter on the embedding": {"target_modules": ["q_proj", "embed_tokens"], "adapt_embeddings": True},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "trained embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+}
+TIED = {way: () if number < 2 else pytest.mark.slow for number, way in enumerate(ON_ENDS)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [pytest.param(way, marks=marks) for way, marks in TIED.items()])
+def test_a_mixture_whose_head_is_the_embedding(way, tmp_path):
+    """What had trained on one of the two was lost, or refused: the file had one tensor, the embedding's."""
+    config = mixture("qwen3_moe").config
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    model, words = FastLanguageModel.from_pretrained(tmp_path / "base", load_in_4bit=False)
+    model = perturb(FastLanguageModel.get_peft_model(model, r=4, **ON_ENDS[way]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    expected = logits(model.eval(), tokens())
+    with model.disable_adapter():
+        assert off(logits(model, tokens()), expected) > 1e-2
+    assert off(written(model, words, tmp_path / "merged"), expected) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -117,6 +117,7 @@ class WholeMerger(Merger):
                 if own is not None:
                     self.changed.add(name)
                     _set(model, name, own.to("cpu", dtype))
+            self._tie(model, dtype)
             return model
         model = type(self.base)._from_config(self._config(), dtype=dtype)
         state = model.state_dict()
@@ -125,12 +126,25 @@ class WholeMerger(Merger):
             if tensor.shape != state[name].shape:
                 _set(model, name, tensor.to("cpu", dtype))
         model.load_state_dict({n: t for n, t in decoded.items() if t.shape == state[n].shape}, strict=False)
+        self._tie(model, dtype)
         absent = sorted(set(state) - set(decoded) - set(getattr(model, "all_tied_weights_keys", {}) or {}))
         if absent:
             raise BadCheckpoint(
                 f"the tensor {absent[0]} is missing from this model; load it again from its original folder."
             )
         return model.eval()
+
+    def _tie(self, model: Any, dtype: torch.dtype) -> None:
+        """Make one tensor of a head and its embedding where they are one in this model, else two."""
+        for name, source in self.ties.items():
+            if name in self.packed:
+                continue
+            embedding = model.get_parameter(source)
+            if self.is_alias(name) and not self.is_parted(name):
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, embedding)
+            else:
+                _set(model, name, embedding if self.is_alias(name) else self.live[name].to("cpu", dtype))
 
     def _decoded(self) -> dict[str, Tensor]:
         """Every tensor of the plain model, packed ones decoded."""
@@ -146,10 +160,12 @@ class WholeMerger(Merger):
         return tensors
 
     def _config(self) -> Any:
-        config = copy.deepcopy(self.base.config)
+        config = copy.deepcopy(self.config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.dtype = self.dtype
+        if config.tie_word_embeddings and self.head_was_trained():
+            config.tie_word_embeddings = False
         return config
 
     def _own(self, name: str, weight: Tensor) -> Tensor | None:

@@ -192,7 +192,7 @@ class Merger:
     @property
     def head_is_tied(self) -> bool:
         """True if the embedding is the output head as well, and training did not part them."""
-        return bool(self.config.get_text_config().tie_word_embeddings) and not self._head_was_trained()
+        return bool(self.config.get_text_config().tie_word_embeddings) and not self.head_was_trained()
 
     def write(self, folder: Path, tokenizer: Any, shard_bytes: int) -> tuple[float, float]:
         """Write everything into ``folder``, reload it, and compare.
@@ -239,7 +239,7 @@ class Merger:
         for name, tensor in self.live.items():
             source = tied.get(name)
             same = source in self.live and same_storage(self.live[source], tensor)
-            same = same and not self._is_parted(name)
+            same = same and not self.is_parted(name)
             if name not in names and not same and name in parameters:
                 absent[name] = tensor
         return absent
@@ -269,7 +269,7 @@ class Merger:
         return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor.contiguous()
 
     def _live_names(self) -> list[str]:
-        names = [n for n in self.live if n not in self.ties or not self._is_alias(n) or self._is_parted(n)]
+        names = [n for n in self.live if n not in self.ties or not self.is_alias(n) or self.is_parted(n)]
         return sorted({*names, *(f"{n}.weight" for n in self.packed)})
 
     def _from_model(self, shard_bytes: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -299,29 +299,30 @@ class Merger:
             del config.quantization_config
         config.dtype = self.dtype
         config.architectures = [type(self.base).__name__]
-        if config.tie_word_embeddings and self._head_was_trained(set(names)):
+        if config.tie_word_embeddings and self.head_was_trained(set(names)):
             config.tie_word_embeddings = False
         config.save_pretrained(folder)
         if getattr(self.base, "generation_config", None) is not None:
             self.base.generation_config.save_pretrained(folder)
 
-    def _head_was_trained(self, written: set[str] | None = None) -> bool:
+    def head_was_trained(self, written: set[str] | None = None) -> bool:
         """Whether a tensor that the configuration takes for another name of the embedding is one of its own.
 
         Of those in ``written`` only, if that is given.
         """
         tied = self.ties
         names = tied if written is None else written.intersection(tied)
-        if any(map(self._is_parted, names)):
+        if any(map(self.is_parted, names)):
             return True
         pairs = [(self.live.get(n), self.live.get(tied[n])) for n in names]
         return any(a is not None and b is not None and not same_storage(a, b) for a, b in pairs)
 
-    def _is_alias(self, name: str) -> bool:
+    def is_alias(self, name: str) -> bool:
+        """Whether the live tensor of this name is the one that the configuration takes it for."""
         source = self.ties.get(name, "")
         return source in self.live and same_storage(self.live[source], self.live[name])
 
-    def _is_parted(self, name: str) -> bool:
+    def is_parted(self, name: str) -> bool:
         """Whether an adapter makes two tensors of one that has ``name`` and another: it is on one of them."""
         source = self.ties.get(name)
         return source is not None and any(
