@@ -1,7 +1,7 @@
 """Whether this machine takes a recipe: a CPU runs the definition of all, a GPU those that its chip has.
 
-On a GPU whose chip lacks a format the definition would run just as well, but much slower than plain products,
-which is rarely what a script means: it is refused unless the caller asks for it with `emulation`.
+On a GPU whose chip lacks a format other units compute the same numbers, but slower than plain products, which
+is rarely what a script means: it is refused unless the caller asks for it with `emulation`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEEDS = {"FP8": (8, 9), "FP8 block scaling": (9, 0), "MXFP8": (10, 0), "NVFP4":
 
 @contextmanager
 def emulation(enabled: bool = True) -> Iterator[None]:
-    """Within it a GPU computes recipes that its chip lacks by their definition, in plain torch."""
+    """Within it a GPU computes recipes that its chip lacks: the same codes, and products by other units."""
     token = _EMULATION.set(enabled)
     try:
         yield
@@ -57,7 +57,7 @@ def _support(format: str) -> tuple[bool, str]:
     have, want = (".".join(map(str, version)) for version in (capability, needed))
     return False, (
         f"{format} needs a GPU of compute capability {want}, and this one has {have}: "
-        "wrap the call in fewbits.te.emulation() to compute it by its definition, slowly."
+        "wrap the call in fewbits.te.emulation() to compute it by bfloat16 products, slower than those."
     )
 
 
