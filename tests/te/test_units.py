@@ -209,7 +209,7 @@ def test_emulated_recipes_on_a_gpu_are_those_of_a_cpu(name: str) -> None:
     for device in ("cpu", "cuda"):
         copy = te.Linear(256, 160, device=device)
         copy.load_state_dict(layer.state_dict())
-        leaf = x.to(device).requires_grad_()
+        leaf = x.clone().to(device).requires_grad_()
         with te.emulation(), te.autocast(recipe=chosen):
             y = copy(leaf)
         y.backward(dy.to(device))
