@@ -37,21 +37,6 @@ class Device:
     multiprocessors: int = 0
     shared_memory_bytes: int = 0
 
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether bfloat16 products run, in hardware on a GPU and in software on a CPU."""
-        return self.runs("bfloat16")
-
-    @property
-    def has_float8(self) -> bool:
-        """Whether its matrix units multiply E4M3 and E5M2."""
-        return self.capability is not None and self.runs("float8")
-
-    @property
-    def has_float4(self) -> bool:
-        """Whether its matrix units multiply 4-bit floating point with block scales."""
-        return self.capability is not None and self.runs("float4")
-
     def runs(self, dtype: str) -> bool:
         """Whether products in "bfloat16", "float8" or "float4" run here; a CPU runs every reference."""
         return self.capability is None or self.capability >= _NEEDS[dtype]

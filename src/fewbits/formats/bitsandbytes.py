@@ -30,11 +30,6 @@ _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def is_bitsandbytes(keys: Mapping[str, Any] | set[str], name: str = "weight") -> bool:
-    """Whether ``keys`` hold a 4-bit weight called ``name``."""
-    return any(name + _STATE + kind in keys for kind in _KINDS)
-
-
 def to_bitsandbytes(packed: Packed, name: str = "weight") -> dict[str, Tensor]:
     """The tensors under which bitsandbytes saves this weight (N, K).
 
