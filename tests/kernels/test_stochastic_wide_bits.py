@@ -267,5 +267,10 @@ def test_gpu_gives_the_definition(name: str) -> None:
         assert tables is not None
         y = torch.full(want.shape, torch.nan, device="cuda")
         on_gpu = [x.cuda().contiguous() for x in operands]
-        wide_bits.launch(on_gpu, tables, None if chosen is None else chosen.cuda(), chunk, y)
+        on_device = None if chosen is None else chosen.cuda()
+        wide_bits.launch(on_gpu, tables, on_device, chunk, y)
         assert torch.equal(y.cpu(), want)
+        of_b = wide_bits.tables_of_b(options, levels, chunk, torch.device("cuda", 0))
+        if of_b is not None:
+            wide_bits.launch_swapped(on_gpu, of_b, on_device, chunk, y.fill_(torch.nan))
+            assert torch.equal(y.cpu(), want)

@@ -22,6 +22,8 @@ _FEW_ROWS = 16  # for which nothing else than lookups comes into question
 _LOOKUP_CLOCKS = 0.024  # of a multiprocessor, for a product of two codes
 _TABLE_CLOCKS = 2500  # for the tables of 4 rows and 128 dimensions
 _BITS_CLOCKS = 137  # of a block of 128 rows and outputs, for a word of 32 steps
+_BITS_BLOCK_CLOCKS = 9_000  # of such a block beside that
+_BITS_LAUNCH_CLOCKS = 80_000
 _WITHOUT_BITS = (10, 0)  # from here on products of bits are made of other instructions
 _EXPANSION_CLOCKS = 0.45  # of a multiprocessor, for a word of an operand
 _TURNING_CLOCKS = 0.5  # of a multiprocessor, for a value of y
@@ -46,6 +48,7 @@ class Way(NamedTuple):
     tables_of: Callable[..., Any]  # None where they cannot hold the counts
     launch: Launch
     one_length: bool = False  # of all rows: tables are of b's codes
+    limits: str = "counts lie too far from straight lines, or chunks are too long, for tables of 4 bits"
 
 
 FEW_ROWS = Way("few rows", lookup.tables_of, lookup.launch)
@@ -53,8 +56,9 @@ ROWS_16 = Way("16 rows", lookup.tables_of, many.launch)
 ROWS_32 = Way("32 rows", nibbles.tables_of, nibbles.launch)
 ROWS_32_OF_B = Way("32 rows of b", nibbles.tables_of_b, nibbles.launch_swapped, True)
 BITS = Way("bits", bits.tables_of, bits.launch)
-WIDE = Way("wide bits", wide_lengths.tables_of, wide_lengths.launch)
-WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped)
+_NO_BITS = "streams, chunks or counts of this kind have no bits for warpgroups"
+WIDE = Way("wide bits", wide_lengths.tables_of, wide_lengths.launch, limits=_NO_BITS)
+WIDE_OF_B = Way("wide bits of b", wide_bits.tables_of_b, wide_bits.launch_swapped, limits=_NO_BITS)
 
 
 class Choice(NamedTuple):
@@ -79,7 +83,7 @@ def choose(
         tables = way.tables_of(options, levels, sizes.chunk, device)
         if tables is not None:
             return Choice(way, tables, reason)
-        reason = "counts lie too far from straight lines, or chunks are too long, for tables of 4 bits"
+        reason = way.limits
     raise AssertionError(reason)  # the path "lookup" has tables for few rows
 
 
@@ -115,7 +119,7 @@ def estimated_clocks(sizes: Sizes, longest: int, gpu: Device) -> dict[Way, float
         waves = cdiv(batch * cdiv(rows, 128) * cdiv(outputs, 128), multiprocessors)
         expansion = batch * (rows + outputs) * inner * words * _EXPANSION_CLOCKS / multiprocessors
         padded = cdiv(inner, chunk) * 32 * bits.stages_of_chunk(chunk, words, bits.share_of(longest))
-        clocks[BITS] = waves * padded * _BITS_CLOCKS + expansion
+        clocks[BITS] = waves * (padded * _BITS_CLOCKS + _BITS_BLOCK_CLOCKS) + expansion + _BITS_LAUNCH_CLOCKS
     if shared >= wide_bits.SHARED_BYTES and wide_bits.fits(gpu.capability, inner, longest):
         for way, n, m, more in ((WIDE, rows, outputs, 0.0), (WIDE_OF_B, outputs, rows, turning_of(sizes))):
             clocks[way] = (
