@@ -51,10 +51,10 @@ def test_only_the_import_line_differs_from_an_unsloth_script():
     assert len((EXAMPLES / "qlora.py").read_text().splitlines()) <= 60
 
 
-def test_the_ten_are_short_and_run_by_one_script(tmp_path, monkeypatch, capsys):
-    ten = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "qlora")
-    assert len(ten) == 10
-    for path in ten:
+def test_the_eleven_are_short_and_run_by_one_script(tmp_path, monkeypatch, capsys):
+    eleven = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "qlora")
+    assert len(eleven) == 11
+    for path in eleven:
         text = path.read_text()
         assert len(text.splitlines()) <= 40 and f"python examples/{path.name}" in text
     script = runpy.run_path(str(EXAMPLES.parent / "scripts" / "run_examples.py"))
