@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fewbits.bench.problem import Case, Problem, randn
+from fewbits.formats import get_format
+from fewbits.kernels.codec.dequantize import dequantize
+from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.codec.quantize_float8 import codes_of, quantize_rows, scale_of_amax
 from fewbits.kernels.product.grouped_float8 import GroupedRows, grouped_float8, grouped_float8_ref
+from fewbits.kernels.product.packed_pairs import packed_pairs, packed_pairs_ref
 from fewbits.kernels.product.pair_gradients import pair_gradients, pair_gradients_ref
 from fewbits.kernels.product.pair_inputs import pair_inputs, pair_inputs_ref
 from fewbits.kernels.product.pair_outer import pair_outer, pair_outer_ref
@@ -64,6 +68,25 @@ def grouped_float8_cases(max_size: int) -> list[Case]:
             tolerance=8e-3,
             build=_grouped_problem,
         )
+    ]
+
+
+def packed_pairs_cases(max_size: int) -> list[Case]:
+    """One token, and sixteen, into gate and up of 768 values each, of eight experts for each token."""
+    N, K = min(1536, max_size), min(2048, max_size)
+    return [
+        Case(
+            op="packed_pairs",
+            part="forward",
+            format="nf4_dq",
+            M=tokens,
+            N=N,
+            K=K,
+            bytes_moved=_PAIRS * min(tokens, _EXPERTS // _PAIRS) * N * K // 2,
+            tolerance=8e-3,
+            build=_packed_problem,
+        )
+        for tokens in (1, 16)
     ]
 
 
@@ -183,7 +206,29 @@ def _grouped_problem(case: Case, device: torch.device) -> Problem:
     return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
 
 
+def _packed_problem(case: Case, device: torch.device) -> Problem:
+    weight = randn(device, torch.bfloat16, _EXPERTS, case.N, case.K) / case.K**0.5
+    packed = quantize(weight, get_format(case.format))
+    x = randn(device, torch.bfloat16, case.M, case.K)
+    chosen = torch.stack([torch.randperm(_EXPERTS, device=device)[:_PAIRS] for _ in range(case.M)])
+    order = chosen.flatten().argsort(stable=True)
+    ends = torch.bincount(chosen.flatten(), minlength=_EXPERTS).cumsum(0).int()
+    rows = order // _PAIRS
+
+    def ours() -> Sequence[Tensor]:
+        return (packed_pairs(x, rows, packed, ends),)
+
+    def eager() -> Sequence[Tensor]:
+        return (F.grouped_mm(x[rows], dequantize(packed).transpose(1, 2), offs=ends),)
+
+    def exact() -> Sequence[Tensor]:
+        return (packed_pairs_ref(x.double(), rows, packed, ends, None),)
+
+    return Problem({"fewbits": lambda: ours, "torch_eager": lambda: eager}, exact)
+
+
 MAKERS = (
+    packed_pairs_cases,
     pair_sums_cases,
     pair_gradients_cases,
     pair_outer_cases,

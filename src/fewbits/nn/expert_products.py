@@ -77,11 +77,14 @@ class Weights(NamedTuple):
             be written; or None where the weight cannot be decoded so.
         float8: gives E4M3 values (E, outputs, inputs), or turned (E, inputs, outputs), and their one scale;
             None where products take no such operands.
+        few: multiplies pairs of tokens (T, K) and their rows (P,), or without rows (P, K), that end at (E,):
+            (P, outputs), without decoded matrices; for a few pairs, where no gradient is asked for.
     """
 
     whole: Callable[[], Tensor]
     with_room: Callable[[int], Tensor | None] = _no_room
     float8: Callable[[bool], tuple[Tensor, Tensor]] | None = None
+    few: Callable[[Tensor, Tensor | None, Tensor], Tensor] | None = None
 
 
 class Branch(NamedTuple):
@@ -243,14 +246,18 @@ def pair_products(
             inner = pair_inner(x, branch.a, ends, rows=rows, scaling=branch.scaling)
             b = expert_matrices(branch.b, dtype=x.dtype)
         return _float8_product(x, rows, weights.float8(False), (inner, b), ends, float8), inner
-    beside = _with_branch(weights, branch, x.shape[1])
+    beside = None if weights.few is not None else _with_branch(weights, branch, x.shape[1])
     if beside is not None:
         assert branch.a is not None
         room = beside.shape[2] - x.shape[1]
         wide, inner = pair_inputs(x, branch.a, ends, rows=rows, scaling=branch.scaling, room=room)
         return grouped(wide, beside, ends), inner
+    has_branch = branch.a is not None and branch.b is not None
+    y = None if weights.few is None else weights.few(x, rows, ends)
+    if y is not None and not has_branch:
+        return y, None
     x = x if rows is None else x[rows]
-    y = grouped(x, weights.whole(), ends)
+    y = grouped(x, weights.whole(), ends) if y is None else y
     if branch.a is None or branch.b is None:
         return y, None
     inner = grouped(x, branch.a.to(x.dtype), ends).mul_(branch.scaling)

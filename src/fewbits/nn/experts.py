@@ -9,7 +9,8 @@ The pairs of a row and an expert are sorted by expert (`fewbits.nn.grouped`), ea
 stretch of that table (`fewbits.nn.expert_products`), and the results are weighted and added up row by row.
 A layer's weights are decoded when they are used, in the backward pass once more, and kept by nothing in
 between, unless `keep_values` says so. Where few rows come and no gradient is asked for, as in generation,
-only the experts that are hit are decoded.
+only the experts that are hit are decoded, on a GPU within the product
+(`fewbits.kernels.product.packed_pairs`).
 
 Shapes: E experts, H width of the residual stream, I inner values, T rows, k experts a row, P = T k pairs,
 r rank of an adapter.
@@ -33,6 +34,7 @@ from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.decoder.gated_activation import gated_activation
 from fewbits.kernels.product.matmul_float8 import float8_weight, weight_scale
 from fewbits.kernels.product.matmul_packed import PLAIN, product_dtype
+from fewbits.kernels.product.packed_pairs import packed_pairs, takes
 from fewbits.nn.expert_products import NO_BRANCH, Branch, Weights, into_experts, out_of_experts
 from fewbits.nn.finite import check_finite
 from fewbits.nn.gated_experts import gated_experts
@@ -44,6 +46,8 @@ _OF_WEIGHTS = ("part_names", "formats", "shapes", "dtype", "operands", "scales",
 _OURS = (*_OF_WEIGHTS, "repacked", "host_class", "branches")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
 _MANY = 1024
+# Pairs for each expert: up to so many are multiplied by packed matrices as they lie.
+_FEW = 4
 
 
 class QuantizedExperts(nn.Module):
@@ -180,7 +184,8 @@ class QuantizedExperts(nn.Module):
             self._check_trained()
         count, dtype = self.num_stored, product_dtype(hidden_states)
         hit: Tensor | None = None
-        if not torch.is_grad_enabled() and 2 * top_k_index.numel() <= count:
+        pairs = top_k_index.numel()
+        if not torch.is_grad_enabled() and 2 * pairs <= count:
             hit, table = top_k_index.reshape(-1).long(), Table.one_by_one(top_k_index)
         else:
             table = Table.of(top_k_index, count)
@@ -188,11 +193,11 @@ class QuantizedExperts(nn.Module):
         with torch.autocast(hidden_states.device.type, enabled=False):
             x = hidden_states.to(dtype)
             if self._is_one_node:
-                of_first = self._weights(first, dtype, hit), self._branch(first, hit)
-                of_last = self._weights(last, dtype, hit), self._branch(last, hit)
+                of_first = self._weights(first, dtype, hit, pairs), self._branch(first, hit)
+                of_last = self._weights(last, dtype, hit, pairs), self._branch(last, hit)
                 out = gated_experts(x, top_k_weights, table, of_first, of_last)
                 return out.to(hidden_states.dtype)
-            y = into_experts(x, table, self._weights(first, dtype, hit), self._branch(first, hit))
+            y = into_experts(x, table, self._weights(first, dtype, hit, pairs), self._branch(first, hit))
             bias = self._bias(first, hit)
             if bias is not None:
                 y = y + bias.to(dtype)[table.experts]
@@ -201,7 +206,7 @@ class QuantizedExperts(nn.Module):
                 top_k_weights,
                 self._bias(last, hit),
                 table,
-                self._weights(last, dtype, hit),
+                self._weights(last, dtype, hit, pairs),
                 self._branch(last, hit),
             )
         return out.to(hidden_states.dtype)
@@ -249,8 +254,18 @@ class QuantizedExperts(nn.Module):
             return gated_activation(x)
         return self.host_class._apply_gate(self, x)  # type: ignore[no-any-return]
 
-    def _weights(self, name: str, dtype: torch.dtype, hit: Tensor | None) -> Weights:
+    def _multiplies_few(self, name: str, dtype: torch.dtype, pairs: int) -> bool:
+        """Whether so many pairs are multiplied by packed matrices as they lie, by the kernel for few."""
+        if torch.is_grad_enabled() or self.device.type != "cuda" or self.keeps_values:
+            return False
+        few = pairs <= _FEW * self.num_stored and name in self.formats and self.operands == PLAIN
+        return few and takes(self.formats[name], self._stored_shape(name), dtype)
+
+    def _weights(self, name: str, dtype: torch.dtype, hit: Tensor | None, pairs: int) -> Weights:
         whole = partial(self._values, name, dtype, hit)
+        if self._multiplies_few(name, dtype, pairs):
+            packed = self.packed(name)
+            return Weights(whole, few=lambda x, rows, ends: packed_pairs(x, rows, packed, ends, hit))
         if hit is not None or name not in self.formats:
             return Weights(whole)
         packed = self.packed(name)

@@ -106,6 +106,45 @@ def _value_of(
 
 
 @jit
+def decoded_groups(
+    codes_ptr,
+    scales_ptr,
+    zero_points_ptr,
+    scale_scales_ptr,
+    scale_offset_ptr,
+    scale_table_ptr,
+    values_ptr,
+    row,
+    first,
+    mask,
+    K,
+    code_pitch,
+    scale_pitch,
+    VALUES: tl.constexpr,
+    BITS: tl.constexpr,
+    FLAT_BLOCK: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    NATIVE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Values (groups, GROUP) float32 of the groups that begin at (row, first), each under one scale."""
+    block = _block_of(row, first, K, scale_pitch, FLAT_BLOCK, SCALE_ROWS, SCALE_COLUMNS)
+    scale = tl.load(scales_ptr + block, mask=mask, other=0)
+    if SCALE_BLOCK:
+        second = tl.load(scale_scales_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
+        scale = tl.load(scale_table_ptr + scale.to(tl.int32)) * second + tl.load(scale_offset_ptr)
+    code = _codes_of(codes_ptr, row, first, code_pitch, mask, BITS, GROUP)
+    value = _value_of(code, values_ptr, BITS, VALUES, FLOAT8, NATIVE)
+    if ZERO_POINT:
+        value -= tl.load(zero_points_ptr + block, mask=mask, other=0).to(tl.float32)[:, None]
+    return value * scale[:, None]
+
+
+@jit
 def _dequantize_kernel(
     codes_ptr, scales_ptr, zero_points_ptr, scale_scales_ptr, scale_offset_ptr, scale_table_ptr, values_ptr,
     inverse_ptr, out_ptr, N, K, code_pitch, scale_pitch, inverse_pitch, stride_out,
@@ -126,16 +165,11 @@ def _dequantize_kernel(
     row = row_tile.to(tl.int64) * ROWS + lane // GROUPS
     first = (column_tile * GROUPS + lane % GROUPS) * GROUP
     mask = (row < N) & (first < K)
-    block = _block_of(row, first, K, scale_pitch, FLAT_BLOCK, SCALE_ROWS, SCALE_COLUMNS)
-    scale = tl.load(scales_ptr + block, mask=mask, other=0)
-    if SCALE_BLOCK:
-        second = tl.load(scale_scales_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
-        scale = tl.load(scale_table_ptr + scale.to(tl.int32)) * second + tl.load(scale_offset_ptr)
-    code = _codes_of(codes_ptr, row, first, code_pitch, mask, BITS, GROUP)
-    value = _value_of(code, values_ptr, BITS, VALUES, FLOAT8, NATIVE)
-    if ZERO_POINT:
-        value -= tl.load(zero_points_ptr + block, mask=mask, other=0).to(tl.float32)[:, None]
-    w = value * scale[:, None]
+    w = decoded_groups(
+        codes_ptr, scales_ptr, zero_points_ptr, scale_scales_ptr, scale_offset_ptr, scale_table_ptr,
+        values_ptr, row, first, mask, K, code_pitch, scale_pitch, VALUES, BITS, FLAT_BLOCK, SCALE_ROWS,
+        SCALE_COLUMNS, SCALE_BLOCK, ZERO_POINT, FLOAT8, NATIVE, GROUP,
+    )  # fmt: skip
     column = first[:, None] + tl.arange(0, GROUP)[None, :]
     if INVERSE == 1:
         tile = _block_of(row, first, K, inverse_pitch, 0, INVERSE_ROWS, INVERSE_COLUMNS)
@@ -214,6 +248,58 @@ def _group(layout: _Layout, K: int, inverse_columns: int) -> int:
     while any(size % group for size in sizes):
         group //= 2
     return group
+
+
+class Decoding(NamedTuple):
+    """What `decoded_groups` is told of a packed tensor.
+
+    Attributes:
+        tables: of scales and of values, where the format has some.
+        pitches: of a row of codes (bytes; nibbles of groups of one) and of scales.
+        constants: by their names.
+    """
+
+    tables: tuple[Tensor, Tensor] | None
+    pitches: tuple[int, int]
+    constants: dict[str, Any]
+
+
+def decoding_of(
+    format: Format,
+    shape: tuple[int, ...],
+    device: torch.device,
+    pitches: tuple[int, int],
+    *,
+    inverse_columns: int = 0,
+    native: bool,
+) -> Decoding:
+    """The facts of a tensor of ``shape`` for which `has_triton_kernel` says yes.
+
+    ``pitches`` are the last axes of codes and scales; ``native``: the device converts float8.
+    """
+    layout, (_, K) = _layout_of(format, shape), matrix_of(shape)
+    assert layout is not None
+    group = _group(layout, K, inverse_columns)
+    code_pitch = K if layout.flat_block else pitches[0] * (8 // layout.bits)
+    if layout.bits == 4 and group > 1:
+        code_pitch //= 2
+    coding, tables = format.contract.coding, None
+    if coding is not None and coding.values:
+        values = table(coding.values, device)
+        tables = (table(coding.scale_values, device) if coding.scale_block else values, values)
+    constants = {
+        "VALUES": layout.values,
+        "BITS": layout.bits,
+        "FLAT_BLOCK": layout.flat_block,
+        "SCALE_ROWS": layout.scale_rows,
+        "SCALE_COLUMNS": layout.scale_columns,
+        "SCALE_BLOCK": layout.scale_block,
+        "ZERO_POINT": layout.zero_point,
+        "FLOAT8": layout.float8,
+        "NATIVE": native,
+        "GROUP": group,
+    }
+    return Decoding(tables, (code_pitch, pitches[1]), constants)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -295,44 +381,28 @@ def _plan(
 
     ``pitches`` are the last axes of codes and scales; ``into`` the output's dtype and the stride of its rows.
     """
-    layout, (N, K) = _layout_of(format, shape), matrix_of(shape)
-    assert layout is not None
+    N, K = matrix_of(shape)
     dtype, stride = into
     inverse_rows, inverse_columns = (0, 0) if inverse_shape is None else _tile_size(inverse_shape, N, K)
-    group = _group(layout, K, inverse_columns)
-    code_pitch = K if layout.flat_block else pitches[0] * (8 // layout.bits)
-    if layout.bits == 4 and group > 1:
-        code_pitch //= 2
-    coding, tables = format.contract.coding, None
-    if coding is not None and coding.values:
-        values = table(coding.values, device)
-        tables = (table(coding.scale_values, device) if coding.scale_block else values, values)
+    facts = decoding_of(format, shape, device, pitches, inverse_columns=inverse_columns, native=native)
+    group = facts.constants["GROUP"]
     rule = decode_tile(group, K, transposed, dtype.itemsize)
     tile = tile or tile_on(device, "dequantize", (group, dtype.itemsize, transposed), rule)
     constants = {
-        "VALUES": layout.values,
-        "BITS": layout.bits,
-        "FLAT_BLOCK": layout.flat_block,
-        "SCALE_ROWS": layout.scale_rows,
-        "SCALE_COLUMNS": layout.scale_columns,
-        "SCALE_BLOCK": layout.scale_block,
-        "ZERO_POINT": layout.zero_point,
-        "FLOAT8": layout.float8,
-        "NATIVE": native,
+        **facts.constants,
         "INVERSE": 0 if inverse_shape is None else 2 if inverse_columns % group else 1,
         "INVERSE_ROWS": inverse_rows,
         "INVERSE_COLUMNS": inverse_columns,
         "LARGEST": int(torch.finfo(dtype).max) if dtype in FLOAT8 and device.type != "cuda" else 0,
         "TRANSPOSED": transposed,
-        "GROUP": group,
         "ROWS": tile.rows,
         "GROUPS": tile.groups,
     }
-    numbers = (N, K, code_pitch, pitches[1], 1 if inverse_shape is None else inverse_shape[1], stride)
+    numbers = (N, K, *facts.pitches, 1 if inverse_shape is None else inverse_shape[1], stride)
     grid = programs(N, K, tile.rows, group * tile.groups)
     return (
         Launch(kernel, grid, numbers, constants, num_warps=tile.num_warps, enable_fp_fusion=False),
-        tables,
+        facts.tables,
     )
 
 
@@ -347,10 +417,24 @@ _PLAIN |= {"scale_offset_ptr": "*fp32", "scale_table_ptr": "*fp32", "values_ptr"
 _PLAIN |= {"inverse_ptr": "*fp32", "out_ptr": "*bf16", "N": "i32", "K": "i32", "code_pitch": "i32"}
 _PLAIN |= {"scale_pitch": "i32", "inverse_pitch": "i32", "stride_out": "i32"}
 _CONSTANTS = {
-    "VALUES": True, "BITS": 4, "FLAT_BLOCK": 64, "SCALE_ROWS": 0, "SCALE_COLUMNS": 0, "SCALE_BLOCK": 256,
-    "ZERO_POINT": False, "FLOAT8": 0, "NATIVE": False, "INVERSE": 0, "INVERSE_ROWS": 0, "INVERSE_COLUMNS": 0,
-    "LARGEST": 0, "TRANSPOSED": False, "GROUP": 64, "ROWS": 1, "GROUPS": 64,
-}  # fmt: skip
+    "VALUES": True,
+    "BITS": 4,
+    "FLAT_BLOCK": 64,
+    "SCALE_ROWS": 0,
+    "SCALE_COLUMNS": 0,
+    "SCALE_BLOCK": 256,
+    "ZERO_POINT": False,
+    "FLOAT8": 0,
+    "NATIVE": False,
+    "INVERSE": 0,
+    "INVERSE_ROWS": 0,
+    "INVERSE_COLUMNS": 0,
+    "LARGEST": 0,
+    "TRANSPOSED": False,
+    "GROUP": 64,
+    "ROWS": 1,
+    "GROUPS": 64,
+}
 _PLAIN |= dict.fromkeys(_CONSTANTS, "constexpr")
 _DOUBLE = {**_PLAIN, "scales_ptr": "*u8"}
 _INT4 = {**_CONSTANTS, "VALUES": False, "FLAT_BLOCK": 0, "SCALE_BLOCK": 0}

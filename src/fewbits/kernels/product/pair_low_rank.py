@@ -96,10 +96,21 @@ def launch(o: LowRankPairs) -> None:
     block_n = min(_BLOCK_N, max(16, next_power_of_2(N)))
     with on_device_of(o.y):
         start_kernel(
-            _pair_low_rank_kernel, ((cdiv(P, _BLOCK_P) + E) * cdiv(N, block_n),), (o.y, o.t, o.a, o.ends),
-            E, r, N, o.y.stride(0), o.t.stride(0), EVEN_N=N % block_n == 0, BLOCK_E=next_power_of_2(E),
-            BLOCK_R=max(16, next_power_of_2(r)), BLOCK_N=block_n, BLOCK_P=_BLOCK_P, num_warps=4,
-        )  # fmt: skip
+            _pair_low_rank_kernel,
+            ((cdiv(P, _BLOCK_P) + E) * cdiv(N, block_n),),
+            (o.y, o.t, o.a, o.ends),
+            E,
+            r,
+            N,
+            o.y.stride(0),
+            o.t.stride(0),
+            EVEN_N=N % block_n == 0,
+            BLOCK_E=next_power_of_2(E),
+            BLOCK_R=max(16, next_power_of_2(r)),
+            BLOCK_N=block_n,
+            BLOCK_P=_BLOCK_P,
+            num_warps=4,
+        )
 
 
 _TYPES = {"y_ptr": "*bf16", "t_ptr": "*bf16", "a_ptr": "*fp32", "ends_ptr": "*i32"}
