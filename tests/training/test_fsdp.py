@@ -64,7 +64,9 @@ def test_two_ranks_learn_what_one_process_learns(curves, case) -> None:
         model.eval()
         with torch.no_grad():
             logits = model(input_ids=tokens(2, 8)).logits
-        torch.testing.assert_close(found["logits"], logits, rtol=1e-5, atol=1e-5)
+        # A logit near zero is the difference of terms as large as the others.
+        atol = 1e-5 * float(logits.abs().max())
+        torch.testing.assert_close(found["logits"], logits, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
