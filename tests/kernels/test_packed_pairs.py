@@ -9,6 +9,7 @@ import fewbits
 from fewbits.formats import get_format
 from fewbits.kernels.codec.quantize import quantize
 from fewbits.kernels.product.packed_pairs import (
+    SORTED,
     PairTile,
     launch,
     packed_pairs,
@@ -44,7 +45,7 @@ def test_kernel_equals_the_definition(
     chosen = torch.randint(0, E, (len(counts),), generator=generator).to(kernel_device)
     for r in (None, rows):
         for c in (None, chosen):
-            for tile in (PairTile(), PairTile(outputs=16, inner=64, num_warps=1, num_stages=1)):
+            for tile in (SORTED, PairTile(outputs=16, inner=64, num_warps=1, num_stages=1)):
                 out = torch.empty(P, N, dtype=dtype, device=kernel_device)
                 launch(x, r, packed, ends, c, out, tile)
                 need = packed_pairs_ref(x, r, packed, ends, c)

@@ -43,10 +43,14 @@ PAIRS = 16  # of a stretch, which a program takes at a time: the rows of a tenso
 class PairTile(NamedTuple):
     """Outputs of a program, inner values that it decodes at a time, and how."""
 
-    outputs: int = 32
-    inner: int = 256
-    num_warps: int = 4
-    num_stages: int = 3
+    outputs: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# Of stretches of one pair each, and of all experts' stretches, many of them empty.
+ONE_BY_ONE, SORTED = PairTile(32, 256, 4, 3), PairTile(32, 256, 4, 3)
 
 
 # 1. The definition.
@@ -189,7 +193,7 @@ def launch(
         stretches=len(ends),
         has_rows=rows is not None,
         is_chosen=chosen is not None,
-        tile=tile or PairTile(),
+        tile=tile or (SORTED if chosen is None else ONE_BY_ONE),
         native=codes.is_cuda and converts_float8(codes),
     )
     plan, tables = _plan(weight.format, _packed_pairs_kernel, facts)

@@ -36,6 +36,7 @@ from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import is_spread
 from fewbits.models.generation.module_products import ModuleProducts
 from fewbits.models.generation.products import products_in_16_bits
+from fewbits.models.generation.step_attention import heads_in_groups
 from fewbits.models.generation.step_experts import experts_without_the_host
 from fewbits.models.generation.step_rotary import rope_kind
 from fewbits.nn.split_experts import SplitExperts
@@ -252,7 +253,8 @@ class ModelStep:
         dtype = self._layers[0].keys.dtype
         model = self._model()
         assert model is not None
-        with products_in_16_bits(model), experts_without_the_host(model), self._products.in_place():
+        ways = products_in_16_bits(model), experts_without_the_host(model), heads_in_groups(model)
+        with ways[0], ways[1], ways[2], self._products.in_place():
             out = model(
                 input_ids=self.tokens[:, None],
                 position_ids=(position - first)[:, None],
