@@ -16,7 +16,9 @@ from tests.models.tiny import tiny
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize(("heads", "groups"), [(6, 2), (4, 4), (5, 1)])
 def test_groups_are_heads_written_out(heads: int, groups: int, length: int) -> None:
-    with heads_in_groups(tiny("llama")):
+    model = tiny("llama")
+    model.set_attn_implementation("sdpa")
+    with heads_in_groups(model):
         ours = ALL_ATTENTION_FUNCTIONS["fewbits_step"]
     q = torch.randn(2, heads, length, 16)
     k, v = torch.randn(2, 2, groups, 11, 16)
@@ -38,6 +40,7 @@ def _module(groups: int) -> nn.Module:
 
 def test_names_are_given_back_and_eager_stays() -> None:
     model, eager = tiny("llama"), tiny("llama")
+    model.set_attn_implementation("sdpa")
     eager.set_attn_implementation("eager")
     before = model.config._attn_implementation
     with pytest.raises(RuntimeError, match="within"), heads_in_groups(model):

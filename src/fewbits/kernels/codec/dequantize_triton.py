@@ -416,25 +416,11 @@ _PLAIN = {"codes_ptr": "*u8", "scales_ptr": "*fp32", "zero_points_ptr": "*i8", "
 _PLAIN |= {"scale_offset_ptr": "*fp32", "scale_table_ptr": "*fp32", "values_ptr": "*fp32"}
 _PLAIN |= {"inverse_ptr": "*fp32", "out_ptr": "*bf16", "N": "i32", "K": "i32", "code_pitch": "i32"}
 _PLAIN |= {"scale_pitch": "i32", "inverse_pitch": "i32", "stride_out": "i32"}
-_CONSTANTS = {
-    "VALUES": True,
-    "BITS": 4,
-    "FLAT_BLOCK": 64,
-    "SCALE_ROWS": 0,
-    "SCALE_COLUMNS": 0,
-    "SCALE_BLOCK": 256,
-    "ZERO_POINT": False,
-    "FLOAT8": 0,
-    "NATIVE": False,
-    "INVERSE": 0,
-    "INVERSE_ROWS": 0,
-    "INVERSE_COLUMNS": 0,
-    "LARGEST": 0,
-    "TRANSPOSED": False,
-    "GROUP": 64,
-    "ROWS": 1,
-    "GROUPS": 64,
-}
+# Of a tensor in NF4 with doubly quantised scales, for cases that are compiled.
+NF4_DECODING = {"VALUES": True, "BITS": 4, "FLAT_BLOCK": 64, "SCALE_ROWS": 0, "SCALE_COLUMNS": 0}
+NF4_DECODING |= {"SCALE_BLOCK": 256, "ZERO_POINT": False, "FLOAT8": 0, "NATIVE": False, "GROUP": 64}
+_CONSTANTS = {**NF4_DECODING, "INVERSE": 0, "INVERSE_ROWS": 0, "INVERSE_COLUMNS": 0}
+_CONSTANTS |= {"LARGEST": 0, "TRANSPOSED": False, "ROWS": 1, "GROUPS": 64}
 _PLAIN |= dict.fromkeys(_CONSTANTS, "constexpr")
 _DOUBLE = {**_PLAIN, "scales_ptr": "*u8"}
 _INT4 = {**_CONSTANTS, "VALUES": False, "FLAT_BLOCK": 0, "SCALE_BLOCK": 0}

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.base import Format, Packed
-from fewbits.kernels.codec.dequantize_triton import FLOAT8, decoded_groups, decoding_of, has_triton_kernel
+from fewbits.kernels.codec.dequantize_triton import (
+    FLOAT8,
+    NF4_DECODING,
+    decoded_groups,
+    decoding_of,
+    has_triton_kernel,
+)
 from fewbits.kernels.launch.jit import (
     CompileCase,
     cdiv,
@@ -218,24 +224,8 @@ _SIGNATURE |= {"scale_offset_ptr": "*fp32", "scale_table_ptr": "*fp32", "values_
 _SIGNATURE |= {"x_ptr": "*bf16", "rows_ptr": "*i64", "ends_ptr": "*i32", "chosen_ptr": "*i64"}
 _SIGNATURE |= {"out_ptr": "*bf16", "N": "i32", "K": "i32", "code_pitch": "i32", "scale_pitch": "i32"}
 _SIGNATURE |= {"stride_x": "i32", "stride_out": "i32"}
-_NF4 = {
-    "HAS_ROWS": True,
-    "IS_CHOSEN": True,
-    "PAIRS": PAIRS,
-    "OUTPUTS": 32,
-    "GROUPS": 4,
-    "STAGES": 3,
-    "VALUES": True,
-    "BITS": 4,
-    "FLAT_BLOCK": 64,
-    "SCALE_ROWS": 0,
-    "SCALE_COLUMNS": 0,
-    "SCALE_BLOCK": 256,
-    "ZERO_POINT": False,
-    "FLOAT8": 0,
-    "NATIVE": False,
-    "GROUP": 64,
-}
+_NF4 = {"HAS_ROWS": True, "IS_CHOSEN": True, "PAIRS": PAIRS, "OUTPUTS": 32, "GROUPS": 4, "STAGES": 3}
+_NF4 |= NF4_DECODING
 _INT4 = {**_NF4, "VALUES": False, "FLAT_BLOCK": 0, "SCALE_BLOCK": 0, "SCALE_ROWS": 1, "SCALE_COLUMNS": 64}
 _INT4 |= {"HAS_ROWS": False, "IS_CHOSEN": False}
 _SIGNATURE |= dict.fromkeys(_NF4, "constexpr")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fewbits.host.attention import NAMES
 from fewbits.host.walks import all_modules
+from fewbits.models.generation.step_names import named
 
 _NAME = "fewbits_step"
 _THEIRS = ("sdpa", NAMES["sdpa"])  # what it stands in for; eager, and kernels from elsewhere, stay
@@ -28,18 +29,12 @@ _THEIRS = ("sdpa", NAMES["sdpa"])  # what it stands in for; eager, and kernels f
 @contextmanager
 def heads_in_groups(model: nn.Module) -> Iterator[None]:
     """While a step runs, attention through torch's of ``model`` goes the way of this file."""
-    configs = {id(m.config): m.config for m in all_modules(model) if hasattr(m, "config")}
+    configs: dict[int, Any] = {id(m.config): m.config for m in all_modules(model) if hasattr(m, "config")}
     chosen = [c for c in configs.values() if getattr(c, "_attn_implementation", None) in _THEIRS]
-    before = [config._attn_implementation for config in chosen]
     if chosen:
         _register()
-    try:
-        for config in chosen:
-            config._attn_implementation = _NAME
+    with named(chosen, "_attn_implementation", _NAME):
         yield
-    finally:
-        for config, name in zip(chosen, before, strict=True):
-            config._attn_implementation = name
 
 
 def _register() -> None:
@@ -53,15 +48,10 @@ def _register() -> None:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, *operands: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As transformers calls it: q (B, H, T', D), k and v (B, G, T, D); (B, T', H, D)."""
+    """As transformers calls it: q (B, H, T', D), k and v (B, G, T, D) and a mask; (B, T', H, D)."""
+    query, key, value, attention_mask = operands
     batch, heads, length, _ = query.shape
     groups = key.shape[1]
     same_for_heads = attention_mask is not None and attention_mask.shape[1:3] == (1, 1)
@@ -69,7 +59,7 @@ def _attention(
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         out: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            module, *operands, scaling=scaling, **kwargs
         )
         return out
     rows = query.reshape(batch, groups, heads // groups, query.shape[3])

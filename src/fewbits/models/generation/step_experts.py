@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fewbits.host.walks import all_modules
 from fewbits.kernels.launch.jit import capability_of
+from fewbits.models.generation.step_names import named
 from fewbits.nn.experts import QuantizedExperts
 
 _NAME = "fewbits_step"
@@ -35,16 +36,12 @@ def experts_without_the_host(model: nn.Module) -> Iterator[None]:
     modules = all_modules(model)
     keeping = [m for m in modules if isinstance(m, QuantizedExperts) and m.keeps_values]
     configs = _configs(modules)
-    before = [config._experts_implementation for config in configs]
     try:
         for module in keeping:  # a graph would read what somebody else may let go of
             module.keeps_values = False
-        for config in configs:
-            config._experts_implementation = _NAME
-        yield
+        with named(configs, "_experts_implementation", _NAME):
+            yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._experts_implementation = name
         for module in keeping:
             module.keeps_values = True
 
