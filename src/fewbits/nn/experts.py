@@ -46,8 +46,8 @@ _OF_WEIGHTS = ("part_names", "formats", "shapes", "dtype", "operands", "scales",
 _OURS = (*_OF_WEIGHTS, "repacked", "host_class", "branches")
 # As many times the experts there are: scales of scales that straddle two experts show in the sum of so many.
 _MANY = 1024
-# Pairs for each expert: up to so many are multiplied by packed matrices as they lie.
-_FEW = 4
+# Pairs for each expert: up to so many are multiplied by packed matrices as they lie; more were not timed.
+_FEW = 1
 
 
 class QuantizedExperts(nn.Module):

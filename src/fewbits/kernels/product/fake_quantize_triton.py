@@ -142,9 +142,17 @@ _POINTERS |= {"midpoints_ptr": "*fp32", "values_ptr": "*fp32"}
 _SIZES = dict.fromkeys(("N", "K", "rank"), "i32") | {"scaling": "fp32"}
 _SIZES |= dict.fromkeys(("stride_wn", "stride_ar", "stride_bn", "stride_on"), "i32")
 _CONSTANTS = {
-    "KIND": _INTEGER, "ORDER": 0, "BITS": 4, "ZERO_POINT": False, "BLOCK": 128, "EVEN": True, "BLOCK_R": 16,
-    "PART_R": 16, "BLOCK_N": 64, "BLOCK_K": 128,
-}  # fmt: skip
+    "KIND": _INTEGER,
+    "ORDER": 0,
+    "BITS": 4,
+    "ZERO_POINT": False,
+    "BLOCK": 128,
+    "EVEN": True,
+    "BLOCK_R": 16,
+    "PART_R": 16,
+    "BLOCK_N": 64,
+    "BLOCK_K": 128,
+}
 _SIGNATURE = {**_POINTERS, **_SIZES, **dict.fromkeys(_CONSTANTS, "constexpr")}
 _ALIGNED = (*_POINTERS, "N", "K", "stride_wn", "stride_ar", "stride_bn", "stride_on")
 _NF4 = {**_CONSTANTS, "KIND": _CODEBOOK, "ORDER": 0xFEDCBA9876543210, "BLOCK": 64}
