@@ -4,8 +4,8 @@
 (`fewbits.models.plan.memory_plan`), and a plan needs the batch. `plan_from_batches` puts a hook before the
 model's forward pass. It makes the plan for the first batch that trains, lets the memory that this batch's
 step took correct it, and makes another where a later batch has more tokens. A pass of the decoder that runs
-out of memory on its way forward is repeated under the next smaller plan, with the same random numbers; memory
-that ends in the loss or the backward pass is the trainer's, as ever.
+out of memory on its way forward is repeated under the next smaller plan, with the same random numbers, where
+no other process takes part; memory that ends in the loss or the backward pass is the trainer's, as ever.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class BatchPlan:
         logger.warning(self.budget.notes[0])
         self.budget.begin(shape[0] * shape[1])
         decoder = _decoder_of(model)
-        if decoder is not None and "forward" not in vars(decoder):
+        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        if decoder is not None and "forward" not in vars(decoder) and is_alone:  # ranks may meet in a pass
             decoder.forward = _Repeated(decoder, self)
         first = next((p for p in model.parameters() if p.requires_grad), None)
         if first is not None:  # the last to get its gradient
