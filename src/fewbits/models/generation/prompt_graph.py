@@ -15,7 +15,9 @@ of them are other ones than before; adapters' newest values are read where they 
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -29,8 +31,6 @@ from fewbits.host.attention import plain_mask
 from fewbits.host.record import part_of
 from fewbits.host.walks import all_modules
 from fewbits.models.generation.adapters_by_row import adapter_rows
-from fewbits.models.generation.fixed_cache import masks
-from fewbits.models.generation.live.slots import kinds_of
 from fewbits.models.generation.model_state import state_and_writes
 from fewbits.models.generation.model_step import CANNOT, casts_in_place, no_waits, why_not_modules
 from fewbits.models.generation.prompt import HowToRead, ReadPrompt, read_prompt
@@ -151,7 +151,8 @@ class PromptGraphs:
                     self._pool = self._pool or graph.pool
         except CANNOT as error:  # for want of memory too
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise Unsupported(f"the forward of a prompt cannot be recorded ({first}).") from error
+            where = _place_of(error)
+            raise Unsupported(f"the forward of a prompt cannot be recorded ({first}, {where}).") from error
         logits = graph.read(input_ids).logits
         apart = float((logits - need.logits).norm() / need.logits.norm())
         if not apart <= _ROUNDING.get(model.dtype, _SIXTEEN_BITS * len(need.cache.layers) ** 0.5):
@@ -167,9 +168,7 @@ class _PromptGraph:
         self.ids = torch.zeros(size, dtype=torch.long, device=device)
         self.last = torch.zeros(1, dtype=torch.long, device=device)
         self.positions = torch.arange(size[1], device=device)[None].repeat(size[0], 1)
-        self._mask: Any = plain_mask(model, device)
-        if self._mask is None:
-            self._mask = _eager_masks(model, size[1], device)
+        self._mask = plain_mask(model, device)
         self.pool: Any = None
         self._graph: Any = None
         self._out: tuple[Tensor, Any] | None = None
@@ -230,23 +229,10 @@ class _PromptGraph:
         return ReadPrompt(logits.clone(), cache)
 
 
-def _eager_masks(model: Any, length: int, device: torch.device) -> Any:
-    """The masks (1, 1, length, length) of eager attention, whose making copies a number from the host.
-
-    None for models with other attention, which make theirs while they are recorded.
-
-    Raises:
-        Unsupported: attention for which no mask is known.
-    """
-    config = model.config.get_text_config()
-    if config._attn_implementation != "eager":
-        return None
-    kinds, window = kinds_of(config)
-    places = torch.arange(length, device=device)
-    by_token = masks(sorted(kinds), places, places, torch.zeros_like(places), window, model.dtype)
-    if isinstance(by_token, dict):
-        return {kind: mask.transpose(0, 2) for kind, mask in by_token.items()}
-    return by_token.transpose(0, 2)
+def _place_of(error: BaseException) -> str:
+    """Where an error began, for somebody who looks for its cause."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"in line {frame.lineno} of {Path(frame.filename).name}"
 
 
 def _records(model: Any) -> bool:
