@@ -61,6 +61,17 @@ MISTAKES = {
     "too few rows to hold out": ([*TRAIN, "train_data=one.jsonl", "eval_fraction=0.5"], 1, "too few"),
     "too little memory": (["plan", "m", "--gpu", "gtx480"], 1, "there is no GPU 'gtx480'"),
     "chatting with a run not ended": (["generate", "--model", "taken", "--chat"], 1, "has no model yet"),
+    "an engine that is none": (
+        ["export", "m", "out3", "--to", "mlx"],
+        1,
+        "there is no engine 'mlx' to export to",
+    ),
+    "an engine without a format": (["export", "m", "out3", "--to", "gguf"], 1, "--to gguf names no format"),
+    "an adapter's rank alone": (
+        ["quantize", "m", "out4", "--format", "int4", "--calibrate", "rows.jsonl", "--recover-rank", "4"],
+        1,
+        "--recover-rank says how to recover; give --recover MINUTES too",
+    ),
     "merging what is no adapter": (["merge", "m", "out2"], 1, "it is not an adapter"),
     "a word of another trainer": ([*TRAIN, "max_length=64"], 1, "max_length"),
     "a learning rate in words": ([*TRAIN, "learning_rate=2e-4x"], 1, "learning_rate is '2e-4x'"),

@@ -300,6 +300,8 @@ def test_unknown_names_and_fields() -> None:
         get_format("nf5")
     with pytest.raises(BadInput, match=r"did you mean 'int8'.*mxfp4"):
         get_format("INT8 ")
+    with pytest.raises(BadInput, match="did you mean 'hqq4_g64'"):  # what begins so, not what is as long
+        get_format("hqq4")
     with pytest.raises(BadInput, match="'vqx3'; known: "):
         get_format("vqx3")
     with pytest.raises(BadInput, match="no field"):

@@ -172,6 +172,13 @@ def _destination_format(to: str) -> tuple[str, Any]:
     if kind == "gguf" and methods:
         formats = [method_named(method) for method in methods.split(",")]
         return kind, formats[0] if len(formats) == 1 else formats
+    if kind not in ("gguf", *ENGINES):
+        raise BadInput(
+            f"there is no engine {kind!r} to export to; write gguf:METHOD for llama.cpp, such as "
+            "gguf:q4_k_m, 16bit, or "
+            f"ENGINE:FORMAT with one of {', '.join(ENGINES)}, such as compressed_tensors:w4a16 (vLLM,"
+            " SGLang)."
+        )
     chosen = engine_and_method(to)
     if chosen is None or (chosen[0] == "compressed_tensors" and not chosen[1]):
         raise BadInput(

@@ -230,7 +230,8 @@ def format_from_config(config: str | Mapping[str, Any], registry: Mapping[str, F
     name = str(fields.pop("name", None))
     if name not in registry:
         by_lower_case = {entry.lower(): entry for entry in registry}
-        near = get_close_matches(name.lower(), by_lower_case, n=1)
+        begun = [entry for entry in by_lower_case if entry.startswith(name.lower())] if name else []
+        near = begun[:1] or get_close_matches(name.lower(), by_lower_case, n=1)
         meant = f"did you mean {by_lower_case[near[0]]!r}? The names: " if near else "known: "
         raise ValueError(f"no number format named {name!r}; {meant}{', '.join(sorted(registry))}.")
     base = registry[name]

@@ -110,8 +110,12 @@ def test_what_cannot_be_rounded_is_refused() -> None:
     for name in ("int8_tensor", "nf4_dq"):
         with pytest.raises(Unsupported, match="not rounded by calibration"):
             gptq(weight, FORMATS[name], hessian)
-    with pytest.raises(Unsupported, match="rows of 96 do not fill"):
+    with pytest.raises(
+        Unsupported, match=r"rows of 96 do not fill; choose a smaller block.*'block': \[1, 32\]"
+    ):
         gptq(weight[:, :96], FORMATS["int4_g64"], hessian[:96, :96])
+    with pytest.raises(Unsupported, match="rows of 96 do not fill; choose another format"):
+        gptq(weight[:, :96], FORMATS["gguf_q4_k"], hessian[:96, :96])
     weight[0, 0] = torch.nan
     with pytest.raises(NotFinite, match="nothing is rounded"):
         gptq(weight, FORMATS["int4_g32"], hessian)

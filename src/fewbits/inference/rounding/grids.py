@@ -7,7 +7,8 @@ block, and the packed weight is made of the chosen codes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -60,8 +61,8 @@ class Grids:
         self.size = search.size or self.whole
         if K % self.whole:
             raise Unsupported(
-                f"{format.name} has blocks of {self.whole} values, which rows of {K} do not fill; choose a "
-                "smaller block."
+                f"{format.name} has blocks of {self.whole} values, which rows of {K} do not fill; choose "
+                f"{_smaller(format, gcd(self.whole, K))}."
             )
         self.search = search
 
@@ -102,3 +103,10 @@ class Grids:
         layout = format.layout(self.shape)
         parts = {n: tensors[n].to(spec.dtype).reshape(spec.shape).contiguous() for n, spec in layout.items()}
         return Packed(format, self.shape, dtype, parts)
+
+
+def _smaller(format: Format, columns: int) -> str:
+    """What to write for blocks of so many columns, in words; a type whose blocks are as they are has none."""
+    if "block" not in {field.name for field in fields(format)}:
+        return "another format"
+    return f"a smaller block, in a recipe {{'name': {format.name!r}, 'block': [1, {columns}]}}"
