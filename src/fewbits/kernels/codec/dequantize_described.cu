@@ -55,6 +55,7 @@ static __device__ __forceinline__ float of_half(u32 h) {
 
 struct Piece { int stop, at, run, count, step, bits, into, start, first; };
 static __device__ constexpr Piece CODES[] = {CODE_PIECES};
+#define PIECES (int)(sizeof(CODES) / sizeof(Piece))
 static __device__ constexpr Piece SCALES[] = {SCALE_PIECES};
 static __device__ constexpr Piece MINIMA[] = {MINIMUM_PIECES};
 
@@ -122,6 +123,26 @@ static __device__ __forceinline__ u32 digits(u32 bytes, int place) {
     return (even >> 8 & 0x30003u) | (odd & 0x3000300u);
 }
 
+static __device__ constexpr int log2_of(int x) { return x > 1 ? 1 + log2_of(x / 2) : 0; }
+
+#if KIND == 3  // DIGIT
+// The digits of eight values from value `i` of a block, a multiple of 8: a byte each. Threads of a warp meet different
+// pieces, so that a piece is chosen by numbers and not by a branch.
+static __device__ __forceinline__ void digits_of(const u8 *block, int i, u32 *codes) {
+    int start = 0, at = CODES[0].at, log_run = log2_of(CODES[0].run);
+#pragma unroll
+    for (int n = 1; n < PIECES; n++) {
+        if (i >= CODES[n].start) start = CODES[n].start, at = CODES[n].at, log_run = log2_of(CODES[n].run);
+    }
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+        const int k = i - start + 4 * w;
+        const u8 *four = block + at + (k & ((1 << log_run) - 1));
+        codes[w] = digits((u32)bytes_at<4, common(BLOCKS_AT, 4)>(four), k >> log_run);
+    }
+}
+#else
+
 // The codes of eight values from value `i` of a block, a multiple of 8, where they are those of piece N: a byte each.
 template <int N> static __device__ __forceinline__ void add_piece(const u8 *block, int i, u32 *codes) {
     constexpr Piece p = CODES[N];
@@ -132,20 +153,15 @@ template <int N> static __device__ __forceinline__ void add_piece(const u8 *bloc
         codes[0] |= ((byte & 15) * 0x204081u & 0x1010101u) << p.into;
         codes[1] |= ((byte >> 4) * 0x204081u & 0x1010101u) << p.into;
     } else {  // in neighbouring bytes, of as many as a run has
-        constexpr int run = p.run == 1 ? SIZE : p.run, width = run % 8 ? 4 : 8;
-        static_assert(run % 4 == 0 && (p.run > 1 || p.count == 1), "no type has such bytes");
-        u64 word = 0;
-#pragma unroll
-        for (int w = 0; w < 2; w++) {
-            const int first = width == 4 ? k + 4 * w : k, place = first / run % p.count;
-            const u8 *at = block + p.at + first / (run * p.count) * run + first % run;
-            if (width == 4 || w == 0) word = bytes_at<width, common(common(BLOCKS_AT, p.at), width)>(at);
-            const u32 bytes = width == 8 && w ? (u32)(word >> 32) : (u32)word;
-            if constexpr (KIND == DIGIT) codes[w] = digits(bytes, place);
-            else codes[w] |= (bytes >> (p.first + p.step * place) & ((1u << p.bits) - 1) * 0x1010101u) << p.into;
-        }
+        constexpr int run = p.run == 1 ? SIZE : p.run;
+        static_assert(run % 8 == 0 && (p.run > 1 || p.count == 1), "no type has such bytes");
+        const u64 word = bytes_at<8, common(common(BLOCKS_AT, p.at), 8)>(block + p.at + k / (run * p.count) * run + k % run);
+        const int shift = p.first + p.step * (k / run % p.count);
+        codes[0] |= ((u32)word >> shift & ((1u << p.bits) - 1) * 0x1010101u) << p.into;
+        codes[1] |= ((u32)(word >> 32) >> shift & ((1u << p.bits) - 1) * 0x1010101u) << p.into;
     }
 }
+#endif
 #endif
 
 // A whole number of at most 510 over 147.8, the nearest float32: the quotient by the inverse, mended by what it leaves.
@@ -230,10 +246,13 @@ static __device__ __forceinline__ void eight_of(const Arguments &p, const float 
     const u8 *block = p.codes + (u64)row * (u32)p.pitch + column / SIZE * NBYTES;
     const int i = (int)(column % SIZE);
     u32 codes[2] = {0, 0};
+#if KIND == 3  // DIGIT
+    digits_of(block, i, codes);
+#else
+    static_assert(PIECES <= 2, "no type has its codes in more places");
     add_piece<0>(block, i, codes);
-    if constexpr (sizeof(CODES) / sizeof(Piece) > 1) add_piece<(sizeof(CODES) / sizeof(Piece) > 1)>(block, i, codes);
-    if constexpr (sizeof(CODES) / sizeof(Piece) > 2)
-        add_piece<(sizeof(CODES) / sizeof(Piece) > 2) * 2>(block, i, codes);
+    if (PIECES > 1) add_piece<(PIECES > 1)>(block, i, codes);
+#endif
     if (KIND == WHOLE && SIGNED) codes[0] ^= HALF_OF_CODES * 0x1010101u, codes[1] ^= HALF_OF_CODES * 0x1010101u;
     const float2 s = IS_STAGED ? *ready : scales_of(block, i / SUB);
 #pragma unroll
@@ -274,6 +293,37 @@ static __device__ __forceinline__ u32 row_of(const Arguments &p, u64 eight) {
     return IS_LARGE ? (u32)(eight / eights_of_a_row(p)) : __umulhi((u32)eight, p.multiplier) >> p.shift;
 }
 
+// Item `own` of a block of threads, whose first one is eight values from `first` on.
+static __device__ __forceinline__ void write_eight(const Arguments &p, const float *table, const float2 *ready, u64 first,
+                                                   u32 own) {
+    const u64 at = first + own;
+    const u32 row = row_of(p, at), column = (u32)(at - (u64)row * eights_of_a_row(p)) * 8;
+    const int left = (int)(p.K - column);
+    float w[8];
+    eight_of(p, table, ready + (IS_STAGED ? own * 8 / (SUB ? SUB : 8) : 0), row, column, left, w);
+#if WIDTH == 4
+    float *out = (float *)p.out + (u64)row * (u32)p.stride + column;
+    if (OUT_AT == 16 && (!HAS_REST || left >= 8)) {
+        ((float4 *)out)[0] = {w[0], w[1], w[2], w[3]};
+        ((float4 *)out)[1] = {w[4], w[5], w[6], w[7]};
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) if (j < left) out[j] = w[j];
+    }
+#else
+    u16 *out = (u16 *)p.out + (u64)row * (u32)p.stride + column;
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = pair_of(w[2 * j], w[2 * j + 1]);
+    if (OUT_AT == 16 && (!HAS_REST || left >= 8)) {
+        *(uint4 *)out = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) if (j < left) out[j] = (u16)(pairs[j / 2] >> (16 * (j % 2)));
+    }
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) dequantize_described(const Arguments p) {
     __shared__ float table[16];
     if (KIND == TABLE) {
@@ -293,35 +343,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize_described(const
 #else
     const float2 *const ready = nullptr;
 #endif
+    // Blocks that are full have no branch between their items, so that all loads can be under way at once.
+    if (first + THREADS * ITEMS <= all) {
 #pragma unroll
-    for (int item = 0; item < ITEMS; item++) {
-        const u32 own = threadIdx.x + item * THREADS;
-        const u64 at = first + own;
-        if (at >= all) break;
-        const u32 row = row_of(p, at), column = (u32)(at - (u64)row * eights_of_a_row(p)) * 8;
-        const int left = (int)(p.K - column);
-        float w[8];
-        eight_of(p, table, ready + (IS_STAGED ? own * 8 / (SUB ? SUB : 8) : 0), row, column, left, w);
-#if WIDTH == 4
-        float *out = (float *)p.out + (u64)row * (u32)p.stride + column;
-        if (OUT_AT == 16 && (!HAS_REST || left >= 8)) {
-            ((float4 *)out)[0] = {w[0], w[1], w[2], w[3]};
-            ((float4 *)out)[1] = {w[4], w[5], w[6], w[7]};
-        } else {
-#pragma unroll
-            for (int j = 0; j < 8; j++) if (j < left) out[j] = w[j];
-        }
-#else
-        u16 *out = (u16 *)p.out + (u64)row * (u32)p.stride + column;
-        u32 pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) pairs[j] = pair_of(w[2 * j], w[2 * j + 1]);
-        if (OUT_AT == 16 && (!HAS_REST || left >= 8)) {
-            *(uint4 *)out = {pairs[0], pairs[1], pairs[2], pairs[3]};
-        } else {
-#pragma unroll
-            for (int j = 0; j < 8; j++) if (j < left) out[j] = (u16)(pairs[j / 2] >> (16 * (j % 2)));
-        }
-#endif
+        for (int item = 0; item < ITEMS; item++) write_eight(p, table, ready, first, threadIdx.x + item * THREADS);
+    } else {
+        for (u32 own = threadIdx.x; own < (u32)(all - first); own += THREADS) write_eight(p, table, ready, first, own);
     }
 }

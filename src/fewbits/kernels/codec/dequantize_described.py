@@ -20,7 +20,7 @@ from fewbits.kernels.launch.jit import cdiv, on_device_of
 from fewbits.kernels.launch.prepared import keep_plans
 
 SOURCE, NAME = "codec/dequantize_described.cu", "dequantize_described"
-_THREADS, _ITEMS = 256, 4  # the first as in the source
+_THREADS, _ITEMS = 256, 2  # the first as in the source
 _NONE = "{0,0,1,1,0,0,0,0,0}"
 _KINDS = ("whole", "float", "table", "digit", "trellis")
 _STORED = ("float32", "e8m0", "e4m3", "e4m3_divided", "half", "exponent")
