@@ -163,6 +163,12 @@ def test_a_bundle_of_others_there_and_back(run, model, tmp_path):
     assert said.code == 2 and "give either --wrapper" in said.err
     said = run(*read[:4], "--output", tmp_path / "x.yaml")
     assert said.code == 1 and "give num_layers (--layers)" in said.err
+    (tmp_path / "story.txt").write_text("Once there was a cat that sat on a mat. " * 9)
+    words = ["--no-baselines", "--lengths", "16", "--halve", "yes", "--window", "32", "--max-tokens", "60"]
+    text = ("--text", tmp_path / "story.txt", "--settings", tmp_path / "one.yaml")
+    told = ("sc", "eval", "--model", model, *text, *words)
+    assert "rows' lengths depend on the other rows of a call, here 4 windows" in run(*told).out
+    assert "rows' lengths depend" not in run(*told, "--batch-size", "1").out
     said = run("sc", "eval", "--model", model, "--text", tmp_path / "w.json", "--settings", "32")
     assert said.code == 1 and "there is none called 32; write --lengths 32" in said.err
 

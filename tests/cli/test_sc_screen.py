@@ -28,6 +28,8 @@ def test_swap_allocate_screen(run, shared, tmp_path):
     shown = run("sc", "allocate", "--swaps", swaps, "--budget", "32", "--output", mixed, "--over", "all",
                 "--int8", "--int8-cycles", "16").out  # fmt: skip
     assert "cycles over all products" in shown and "windows that did not choose" in shown
+    free = run("sc", "allocate", "--swaps", swaps, "--budget", "32", "--output", mixed, "--int8").out
+    assert "no product is left in streams" in free or "0.00 cycles" not in free
     other = tmp_path / "other.yaml"
     other.write_text("{fewbits_stochastic: 1, options: {stoc_len: 16}}")
     told = ("sc", "screen", *common, "--base", "32", "--attention", "--candidates", mixed, other,

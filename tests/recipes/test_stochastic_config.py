@@ -120,6 +120,13 @@ def test_refused_in_one_sentence(case):
         config_from_plain(plain)
 
 
+def test_files_of_scmp_llm_are_told_from_none():
+    with pytest.raises(BadInput, match="it is scmp_llm's: convert the wrapper with fewbits sc bundle"):
+        config_from_plain({"stoc_len_levels": [64], "type": "AdaptiveMPConfig"})
+    with pytest.raises(BadInput, match="lacks the field fewbits_stochastic; write one with"):
+        config_from_plain({"type": "another"})
+
+
 def test_a_pattern_that_stands_twice_is_written_as_it_decides():
     first, second = LinearSetting(lengths=((16,),)), LinearSetting(lengths=((64,),))
     config = StochasticConfig(

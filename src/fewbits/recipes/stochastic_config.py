@@ -157,6 +157,12 @@ class StochasticConfig:
     model: Mapping[str, Any] = field(default_factory=dict)
     calibration: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_by_call(self) -> bool:
+        """Whether lengths of rows depend on the other rows of their call, so on the windows of a batch."""
+        linears = any(s.classify == "call" and s.thresholds for _, s in self.linears)
+        return linears or any(s.scores_thresholds or s.values_thresholds for _, s in self.attention)
+
     def linear(self, name: str) -> LinearSetting:
         """The setting of the linear with this full name."""
         return next((s for pattern, s in self.linears if fnmatchcase(name, pattern)), LinearSetting())
@@ -178,6 +184,12 @@ def config_to_plain(config: StochasticConfig) -> dict[str, Any]:
     }
 
 
+def _is_of_bundle(plain: Any) -> bool:
+    """Whether a file's value is a wrapper, a table or a schedule of scmp_llm."""
+    fields = {"threshold_table_path", "operator_defaults", "stoc_len_levels", "schedule"}
+    return isinstance(plain, Mapping) and not fields.isdisjoint(plain)
+
+
 def config_from_plain(plain: Any) -> StochasticConfig:
     """The inverse of `config_to_plain`.
 
@@ -186,8 +198,12 @@ def config_from_plain(plain: Any) -> StochasticConfig:
     """
     if not isinstance(plain, Mapping) or "fewbits_stochastic" not in plain:
         raise BadInput(
-            "this is no stochastic configuration: it lacks the field fewbits_stochastic; write one with "
-            "fewbits sc calibrate."
+            "this is no stochastic configuration: it lacks the field fewbits_stochastic; "
+            + (
+                "it is scmp_llm's: convert the wrapper with fewbits sc bundle."
+                if _is_of_bundle(plain)
+                else "write one with fewbits sc calibrate."
+            )
         )
     if plain["fewbits_stochastic"] != VERSION:
         raise BadInput(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def evaluate(args: Namespace) -> int:
     """Measure every setting and show the table."""
     if args.batch_size < 1:
         args.parser.error("--batch-size must be at least 1")
-    rows = _rows(args)
+    settings = settings_of(args)
+    rows = _rows(args, settings)
     if args.plot is not None:
         from fewbits.cli.sc.plots import draw_lines
 
@@ -49,23 +50,34 @@ def evaluate(args: Namespace) -> int:
     console().print(table)
     if args.parts:
         _print_parts(rows)
-    for row in rows:
-        empty = row.get("empty_groups", [])
-        if empty:
-            more = f" nor into {len(empty) - 1} others" if len(empty) > 1 else ""
-            said = f"{row['setting']}: no row came into {empty[0]}{more}; its thresholds do not fit this text"
-            console().print(said, highlight=False, soft_wrap=True, markup=False)
+    for said in _remarks(settings, rows, args.batch_size):
+        console().print(said, highlight=False, soft_wrap=True, markup=False)
     if any(row["nll"] is None for row in rows):
         said = "other processes' windows are missing; when they are done, run the same without --share"
         console().print(said, highlight=False, soft_wrap=True)
     return 0
 
 
-def _rows(args: Namespace) -> list[dict[str, Any]]:
+def _remarks(settings: Sequence[Any], rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[str]:
+    """What a reader of the table should know of its settings."""
+    for setting in settings:
+        if batch_size > 1 and setting.config is not None and setting.config.is_by_call:
+            yield (
+                f"{setting.name}: rows' lengths depend on the other rows of a call, here {batch_size} windows"
+                "; scmp_llm's evaluation has one at a time, --batch-size 1"
+            )
+    for row in rows:
+        empty = row.get("empty_groups", [])
+        if empty:
+            more = f" nor into {len(empty) - 1} others" if len(empty) > 1 else ""
+            yield f"{row['setting']}: no row came into {empty[0]}{more}; its thresholds do not fit this text"
+
+
+def _rows(args: Namespace, settings: Sequence[Any]) -> list[dict[str, Any]]:
     from fewbits.inference.stochastic.evaluation import Ledger, evaluate_setting
 
     share = _share(args.share)
-    text, settings = read_text(args.text), settings_of(args)
+    text = read_text(args.text)
     ledger = Ledger(args.output, share)
     model, tokenizer = load_original(args)
     cut = cut_text(model, tokenizer, text, args)

@@ -177,6 +177,11 @@ def allocate(args: Namespace) -> int:
         f"did not choose; {result.predicted.mean:+.5f} on those that did)"
     )
     console().print(said, highlight=False, soft_wrap=True)
+    if args.over == "stochastic" and result.cycles == 0:
+        free = (
+            "no product is left in streams: INT8 products count nothing over stochastic ones; give a price "
+        )
+        console().print(free + "to theirs with --over all --int8-cycles N", highlight=False, soft_wrap=True)
     return 0
 
 
