@@ -154,8 +154,9 @@ def refuse_what_is_not_computed() -> None:
                 module(part, part, part)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)]
+)
 def test_ranks_that_share_sequences_are_one(ranks: int) -> None:
     mp.spawn(compare, args=(ranks, free_port()), nprocs=ranks)
 
