@@ -92,3 +92,30 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantize
     if _is_for(role, "weight") or _is_for(role, "input"):
         return _from_rounded(mxfp8_factory(role), IdentityQuantizer())
     return IdentityQuantizer() if _is_for(role, "grad_output") else mxfp8_factory(role)
+
+
+def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """Nothing quantised in the forward pass; MXFP8 in the backward pass."""
+    if _is_for(role, "grad_output"):
+        return mxfp8_factory(role)
+    return HybridQuantizer(rowwise_quantizer=IdentityQuantizer(), columnwise_quantizer=mxfp8_factory(role))
+
+
+def _four_bits_forward(role: QuantizerRole | None, columns: Quantizer) -> Quantizer:
+    """NVFP4 rows, of inputs with an amax for each row, and columns from the rounded rows."""
+    return _from_rounded(NVFP4Quantizer(row_scaled_nvfp4=_is_for(role, "input")), columns)
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """For `GroupedLinear` NVFP4 in the forward pass, MXFP8 of its values in the backward pass; else MXFP8."""
+    is_grouped = role is not None and role.module_type == "grouped_linear"
+    if is_grouped and (_is_for(role, "input") or _is_for(role, "weight")):
+        return _four_bits_forward(role, mxfp8_factory(role))
+    return mxfp8_factory(role)
+
+
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Quantizer:
+    """NVFP4 in the forward pass; the backward pass multiplies plain gradients by the rounded operands."""
+    if _is_for(role, "input") or _is_for(role, "weight"):
+        return _four_bits_forward(role, IdentityQuantizer())
+    return IdentityQuantizer() if _is_for(role, "grad_output") else NVFP4Quantizer()
