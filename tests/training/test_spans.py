@@ -16,7 +16,7 @@ from fewbits.errors import BadInput
 from fewbits.training.config import TrainConfig
 from fewbits.training.data import spans
 from fewbits.training.data.examples import RowEncoder, load_data
-from fewbits.training.data.spans import SpanEncoder
+from fewbits.training.data.spans import SpanEncoder, cuts_a_token, lie_inside, touch
 from tests.training.conftest import byte_tokenizer
 
 WORDS = [
@@ -253,3 +253,20 @@ def test_exact_tokenizers_are_not_tokenised_apart(tiny_folder):
     found = SpanEncoder(tokenizer)
     found.encode_spans("what is é \U0001f600 <|im_end|> here", [(9, 20)])
     assert not found.inexact
+
+
+def test_places_of_tokens_are_looked_up_as_they_are_counted_out():
+    """Also where spans lie over each other, in any order, and tokens stand for no character."""
+    chooser = random.Random(0)
+    for _ in range(500):
+        length = chooser.randint(1, 20)
+        tokens, start = [], 0
+        while start < length:
+            end = min(length, start + chooser.randint(0, 4))
+            tokens += [(start, end)] * chooser.choice((1, 1, 1, 2))  # bytes of one character
+            start = max(end, start + 1)
+        spans = [tuple(sorted(chooser.choices(range(length + 1), k=2))) for _ in range(chooser.randint(0, 5))]
+        edges = sorted({edge for span in spans for edge in span} - {0, length})
+        assert lie_inside(tokens, spans) == [any(s <= a and b <= e for s, e in spans) for a, b in tokens]
+        assert touch(tokens, spans) == [any(s < b and a < e for s, e in spans) for a, b in tokens]
+        assert cuts_a_token(edges, tokens) == any(a < edge < b for a, b in tokens for edge in edges)

@@ -14,7 +14,9 @@ never cut.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from fewbits.errors import BadInput, Unsupported
@@ -31,6 +33,38 @@ _GENEROUS, _LEAST = (
 )  # characters a token, and at all, that are tokenised without a thought of cutting
 _PIECE = 2_000_000  # characters of a document that are tokenised at once
 _UNSTABLE = 16  # tokens at a cut that what follows might change
+
+
+def cuts_a_token(edges: Sequence[int], offsets: Sequence[Span]) -> bool:
+    """Whether one of ``edges`` lies within a token; both ends of offsets that are right never fall."""
+    if not edges:
+        return False
+    starts = [start for start, _ in offsets]
+    before = ((bisect_left(starts, edge) - 1, edge) for edge in edges)
+    return any(at >= 0 and offsets[at][1] > edge for at, edge in before)
+
+
+def lie_inside(tokens: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens, by their places, lie wholly in one of ``spans``, which come in any order."""
+    if not spans:
+        return [False] * len(tokens)
+    starts, reach = _reach(spans)
+    # how many spans begin no later than the token, and how far the last of them or one before it goes
+    return [(n := bisect_right(starts, start)) > 0 and end <= reach[n - 1] for start, end in tokens]
+
+
+def touch(tokens: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
+    """Which tokens, by their places, have a character in one of ``spans``, which come in any order."""
+    if not spans:
+        return [False] * len(tokens)
+    starts, reach = _reach(spans)
+    return [(n := bisect_left(starts, end)) > 0 and start < reach[n - 1] for start, end in tokens]
+
+
+def _reach(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Where spans begin, in order, and how far each or one before it goes."""
+    ordered = sorted(spans)
+    return [start for start, _ in ordered], list(accumulate((end for _, end in ordered), max))
 
 
 class SpanEncoder:
@@ -59,17 +93,18 @@ class SpanEncoder:
         """The text's tokens; those inside the spans are trained."""
         edges = sorted({edge for span in spans for edge in span} - {0, len(text)})
         ids, offsets, is_exact = self._offsets(text, check=bool(edges))
-        if not is_exact or any(start < edge < end for start, end in offsets for edge in edges):
+        if not is_exact or cuts_a_token(edges, offsets):
             return self._encode_apart(text, spans, edges)
-        trained = [any(s <= start and end <= e for s, e in spans) for start, end in offsets]
-        return ids, self._without_tail(ids, trained)
+        if (0, len(text)) in spans:
+            return ids, self._without_tail(ids, [True] * len(ids))
+        return ids, self._without_tail(ids, lie_inside(offsets, spans))
 
     def encode_touched(self, text: str, spans: Sequence[Span]) -> Tokens:
         """The same where a token counts that has any character in a span: the host's rule for templates."""
         ids, offsets, is_exact = self._offsets(text)
         if not is_exact:
             return self._encode_apart(text, spans, sorted({e for s in spans for e in s} - {0, len(text)}))
-        return ids, [any(s < end and start < e for s, e in spans) for start, end in offsets]
+        return ids, touch(offsets, spans)
 
     def _encode_apart(self, text: str, spans: Sequence[Span], edges: list[int]) -> Tokens:
         ids: list[int] = []
@@ -104,6 +139,8 @@ class SpanEncoder:
 
     def _without_tail(self, ids: list[int], trained: list[bool]) -> list[bool]:
         """White space that a template writes after the end-of-turn token is not something the model says."""
+        if self.special.isdisjoint(ids):
+            return trained
         trained = list(trained)
         last = len(ids)
         while last > 0:  # walk over the runs of trained tokens, from the end
@@ -181,4 +218,4 @@ class SpanEncoder:
         return piece == shown.strip() or "\ufffd" in piece or not piece
 
 
-__all__ = ["Span", "SpanEncoder", "Tokens"]
+__all__ = ["Span", "SpanEncoder", "Tokens", "cuts_a_token", "lie_inside", "touch"]
