@@ -75,7 +75,10 @@ def _words(place: str, tokens: list[str], **named: str) -> Any:
 
 
 def _gemma3() -> tuple[Any, Any]:
-    from transformers.models.gemma3 import image_processing_pil_gemma3 as images
+    try:
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil as Images
+    except ImportError:  # transformers before it had two of each
+        from transformers import Gemma3ImageProcessor as Images
 
     named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft>"}
     words = _words("<start_of_image>", list(named.values()), **named)
@@ -85,7 +88,7 @@ def _gemma3() -> tuple[Any, Any]:
     )
     config.image_token_index = config.image_token_id = words.image_token_id
     config.boi_token_index, config.eoi_token_index = words.boi_token_id, words.eoi_token_id
-    seen = images.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    seen = Images(size={"height": 28, "width": 28})
     return Gemma3Processor(seen, words, image_seq_length=4, chat_template=words.chat_template), config
 
 
