@@ -36,7 +36,7 @@ def _classes() -> dict[str, Any]:
 
         def create_optimizer(self, model: nn.Module | None = None) -> Any:
             """The host's optimizer, with groups of their own for embeddings and head."""
-            optimizer = super().create_optimizer(model)
+            optimizer = super().create_optimizer(*(() if model is None else (model,)))  # 5.0 takes no model
             rate = getattr(self.args, "embedding_learning_rate", None)
             if rate is not None:
                 set_embeddings_apart(optimizer, self.model if model is None else model, rate)

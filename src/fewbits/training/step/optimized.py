@@ -22,7 +22,7 @@ class OptimizedTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The host's optimizer, with the learning rates that the run gives to some parameters."""
         is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        optimizer = super().create_optimizer(*(() if model is None else (model,)))  # 5.0 takes no model
         if is_new and self.set_rates is not None:
             self.set_rates(optimizer, self.model if model is None else model)
         return optimizer
