@@ -69,6 +69,19 @@ def test_a_mixture_that_was_merged_before_is_written_and_stays(kind, tmp_path):
     assert names[0] == names[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("adapter", [True, False])
+def test_what_trained_through_rounding_is_packed_to_the_bit(adapter, tmp_path):
+    """The codes were those of weights that had been rounded to bfloat16 on the way."""
+    save_tiny(tmp_path / "base")
+    model, _ = FastLanguageModel.from_pretrained(tmp_path / "base", recipe="nf4_qat")
+    if adapter:
+        model = perturb(FastLanguageModel.get_peft_model(model, r=4))
+    model.save_pretrained_merged(tmp_path / "packed", save_method="merged_4bit")
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "packed")
+    assert off(logits(again.eval(), tokens()), logits(model.eval(), tokens())) < 1e-6
+
+
 ON_ENDS = {
     "adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
     "single tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},

@@ -24,6 +24,7 @@ from fewbits.models.folders.whole_folder import ADAPTER, check_destination, whol
 from fewbits.models.merging.experts import WholeMerger, has_experts
 from fewbits.models.merging.merger import TOKENIZER_FILES, Merger, MergeReceipt
 from fewbits.models.packing.packed import recipe_of
+from fewbits.nn.fake_quantize import FakeQuantizedLinear
 from fewbits.nn.linear import QuantizedLinear
 from fewbits.recipes import Recipe, Rule, get_recipe
 
@@ -63,7 +64,8 @@ def save_pretrained_merged(
         tokenizer: saved beside the weights; None copies the original's files where they exist.
         save_method: "merged_16bit", "merged_4bit" (packed again, by the model's own recipe) or "lora"
             (adapter only).
-        dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other.
+        dtype: of the 16-bit weights; None is float16 for a float16 model and bfloat16 for any other, but for
+            "merged_4bit" of a model that trained through rounding its own, so that no code is another.
         max_shard_size: bytes of one file, where the original's shards do not decide it.
         overwrite: None: the files that an earlier call wrote (its merge.json names them) are replaced, by one
             rename, and others stay; any other folder that is not empty is refused. True: replace any model
@@ -89,7 +91,7 @@ def save_pretrained_merged(
     base = unwrap(model)
     read = files_read(base)
     check_destination(save_directory, overwrite=place.overwrite, protected=read)
-    merger = _merger_of(base, dtype or (torch.float16 if base.dtype == torch.float16 else torch.bfloat16))
+    merger = _merger_of(base, dtype or _dtype_of(base, method))
     published = partial(
         whole_folder, save_directory, overwrite=place.overwrite, protected=read, written=place.written
     )
@@ -104,6 +106,14 @@ def save_pretrained_merged(
         shutil.rmtree(folder / "16bit")
         write_record(folder, RECEIPT, {"save_method": method})
     return merger.receipt(save_directory, method, error, tolerance)
+
+
+def _dtype_of(base: Any, method: str) -> torch.dtype:
+    """The 16 bits; where weights trained through the rounding that comes next, what they trained in."""
+    trained_rounded = any(isinstance(module, FakeQuantizedLinear) for module in base.modules())
+    if base.dtype == torch.float16 or (method == "merged_4bit" and trained_rounded):
+        return base.dtype  # type: ignore[no-any-return]
+    return torch.bfloat16
 
 
 def _merger_of(base: nn.Module, dtype: torch.dtype) -> Merger:
