@@ -274,15 +274,20 @@ def test_the_first_branch_is_the_best_of_its_rank() -> None:
     """Of a matrix of that rank all, of another as much as the decomposition says, inputs weighted."""
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(24, 3, generator=generator) @ torch.randn(3, 40, generator=generator)
-    a, b = first_branch(low, torch.rand(40, generator=generator) + 0.1, 3)
-    assert a.shape == (3, 40) and b.shape == (24, 3) and (b @ a - low).norm() < 1e-4 * low.norm()
-    lost, sizes = torch.randn(24, 40, generator=generator), torch.rand(40, generator=generator) + 0.1
-    a, b = first_branch(lost, sizes, 8)
-    best = torch.linalg.svdvals(lost * sizes)[8:].square().sum().sqrt()
-    assert (
-        best <= ((b @ a - lost) * sizes).norm() * (1 + 1e-5) and ((b @ a - lost) * sizes).norm() < 1.05 * best
+    inputs = torch.randn(100, 40, generator=generator) @ torch.randn(40, 40, generator=generator)
+    moment = inputs.t() @ inputs / 100
+    a, b = first_branch(low, moment, 3)
+    assert a.shape == (3, 40) and b.shape == (24, 3) and (b @ a - low).norm() < 1e-3 * low.norm()
+    lost = torch.randn(24, 40, generator=generator)
+    a, b = first_branch(lost, moment, 8)
+    lower = torch.linalg.cholesky(moment + 0.01 * moment.diagonal().mean() * torch.eye(40))
+    best, found = (
+        torch.linalg.svdvals(lost @ lower)[8:].square().sum().sqrt(),
+        ((b @ a - lost) @ lower).norm(),
     )
-    a, b = first_branch(lost, torch.zeros(40), 4)
+    assert best <= found * (1 + 1e-4) and found < 1.05 * best
+    assert (inputs @ (b @ a - lost).t()).norm() < 0.8 * (inputs @ lost.t()).norm()
+    a, b = first_branch(lost, torch.zeros(40, 40), 4)
     assert a.isfinite().all() and b.isfinite().all() and first_branch(lost[:5], None, 64)[0].shape == (5, 40)
 
 

@@ -42,7 +42,7 @@ _BATCH_TOKENS = 1024  # of a step
 _HELD_OUT = 8  # windows at most
 _RATE = 6e-3  # of Adam
 _BRANCH_RATE = 2e-3  # of what an adapter trains
-_MEASURED = 16  # windows, at most, that say how large a linear's inputs are
+_MEASURED = 16  # windows, at most, that say what a linear is given
 _BETAS = (0.9, 0.98)
 _KEEP_S = 30.0  # between two copies on disk
 _WINDOWS = 8192  # that are read at most
@@ -175,7 +175,7 @@ def recover_checkpoint(
         if recovery.written:
             work.add_text(recovery.written, kept_work, progress)
         if recovery.rank:
-            work.add_branches(recovery.rank)
+            work.add_branches(recovery.rank, before)
         work.run(60.0 * recovery.minutes, kept_work, progress)
         after = work.divergence()
         if not after < before:  # NaN is no gain
@@ -258,8 +258,8 @@ class _Learner:
             windows = earlier[0]["windows"].to(self.windows.device)
         self.windows, self.written = torch.cat([self.windows, windows]), windows.numel()
 
-    def add_branches(self, rank: int) -> None:
-        """Train an adapter's branches too."""
+    def add_branches(self, rank: int, before: float) -> None:
+        """Train an adapter's branches too, from nothing where their first values raise ``before``, the KL."""
         if not self.linears:
             raise Unsupported(
                 "this model has no packed linear that takes its input as it is, so that there is nothing an"
@@ -267,6 +267,9 @@ class _Learner:
             )
         windows = self.windows[:_MEASURED]
         self.branches = put_branches(self.model, self.teacher, self.linears, windows, rank)
+        if not self.divergence() < before:
+            for branch in self.branches.values():
+                branch.b.data.zero_()
         for name, branch in self.branches.items():
             self.trained |= {f"{name}.{_A}": branch.a, f"{name}.{_B}": branch.b}
         self._begin()

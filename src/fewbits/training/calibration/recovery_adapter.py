@@ -2,11 +2,15 @@
 
     y = linear(x) + (x A^T) B^T        A (r, K), B (N, r), float32
 
-It begins as the best branch of rank r for what rounding took away, inputs weighted by their size:
+It begins as the best branch of rank r for what rounding took away from the linear's outputs on some text:
 
-    E = W_plain - W_packed        U S V^T ~ E diag(s)        B = U sqrt(S)        A = sqrt(S) V^T diag(1 / s)
+    E = W_plain - W_packed        C = L L^T = mean of x x^T        U S V^T ~ E L
+    B = U sqrt(S)                 A = sqrt(S) V^T L^-1
 
-where s holds the root mean square of each input on some windows of the text. Afterwards it is an adapter of
+C whole and not its diagonal alone: calibration makes errors of columns that make up for each other, and a
+branch that knew only how large inputs are took such pairs apart.
+
+Afterwards it is an adapter of
 PEFT's as any other, in a folder of its own inside the model's: opened by its path, it brings the model along;
 it is merged, trained further and served like one. The packed model is whole without it.
 """
@@ -26,6 +30,8 @@ from fewbits.models.packing.packed import put
 FOLDER = "recovery_adapter"  # in the model's
 _MORE = 8  # directions beyond the rank, of which the largest are taken
 _ROUNDS = 4  # of the randomised decomposition
+_DAMPING = 0.01  # of the mean square of an input
+_AT_ONCE = 8  # linears whose inputs are measured in one pass over the text
 
 
 class WithBranch(nn.Linear):
@@ -48,15 +54,15 @@ class WithBranch(nn.Linear):
 
 
 @torch.no_grad()
-def input_sizes(model: nn.Module, names: Iterable[str], windows: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The root mean square of each input (K,) of the linears of these names, over windows (T,) of tokens."""
+def input_moments(model: nn.Module, names: Iterable[str], windows: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The mean of x x^T (K, K) of what linears of these names are given, over windows (T,) of tokens."""
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
 
     def hook_of(name: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             rows = inputs[0].flatten(0, -2).float()
-            sums[name] = sums.get(name, rows.new_zeros(rows.shape[1])) + rows.square().sum(0)
+            sums[name] = sums.get(name, 0.0) + rows.t() @ rows
             counts[name] = counts.get(name, 0) + len(rows)
 
         return hook
@@ -68,42 +74,46 @@ def input_sizes(model: nn.Module, names: Iterable[str], windows: Iterable[Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: (total / counts[name]).sqrt() for name, total in sums.items()}
+    return {name: total / max(counts[name], 1) for name, total in sums.items()}
 
 
 @torch.no_grad()
-def first_branch(lost: Tensor, sizes: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
-    """A (r, K) and B (N, r) whose product is nearest to ``lost`` (N, K), inputs weighted by ``sizes`` (K,).
+def first_branch(lost: Tensor, moment: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
+    """A (r, K) and B (N, r) whose product is nearest to ``lost`` (N, K) on inputs of this ``moment`` (K, K).
 
-    ``sizes`` is None where no token reached the linear: inputs then weigh the same.
+    It is None where no token reached the linear: inputs then weigh the same.
     """
     lost = lost.float()
-    weights = torch.ones_like(lost[0]) if sizes is None else sizes.to(lost)
-    weights = weights.clamp(min=float(weights.mean()) * 1e-3 or 1.0)  # an input that is always 0 may be none
-    weighted = lost * weights
+    K = lost.shape[1]
+    moment = torch.eye(K, dtype=torch.float32, device=lost.device) if moment is None else moment.clone()
+    size = float(moment.diagonal().mean()) or 1.0
+    moment.diagonal().add_(_DAMPING * size)  # some inputs may always be the same, or nothing
+    lower = torch.linalg.cholesky(moment)
     count = min(rank + _MORE, *lost.shape)
     with torch.random.fork_rng([lost.device] if lost.is_cuda else []):
         torch.manual_seed(0)
-        u, s, v = torch.svd_lowrank(weighted, q=count, niter=_ROUNDS)
+        u, s, v = torch.svd_lowrank(lost @ lower, q=count, niter=_ROUNDS)
     rank = min(rank, count)
     root = s[:rank].sqrt()
-    a, b = (v[:, :rank] * root).t() / weights, u[:, :rank] * root
-    return a.contiguous(), b.contiguous()
+    a = torch.linalg.solve_triangular(lower, (v[:, :rank] * root).t(), upper=False, left=False)
+    return a.contiguous(), (u[:, :rank] * root).contiguous()
 
 
 def put_branches(
     model: nn.Module, teacher: nn.Module, names: Iterable[str], windows: Iterable[Tensor], rank: int
 ) -> dict[str, WithBranch]:
     """Put a branch beside each of these packed linears; by their names. ``windows`` are of tokens (T,)."""
-    names = list(names)
-    sizes = input_sizes(teacher, names, windows)
-    branches = {}
-    for name in names:
+    names, windows = list(names), list(windows)
+    branches: dict[str, WithBranch] = {}
+    moments: dict[str, Tensor] = {}
+    for number, name in enumerate(names):
+        if number % _AT_ONCE == 0:  # moments of all linears of a large model would fill the memory
+            moments = input_moments(teacher, names[number : number + _AT_ONCE], windows)
         layer: Any = model.get_submodule(name)
         plain: Any = teacher.get_submodule(name)
         packed = getattr(layer, "packed_linear", layer).packed  # scales may be in training
         lost = plain.weight.detach().float() - packed.dequantize(torch.float32)
-        branches[name] = WithBranch(layer, *first_branch(lost, sizes.get(name), rank))
+        branches[name] = WithBranch(layer, *first_branch(lost, moments.get(name), rank))
         put(model, name, branches[name])
     return branches
 
