@@ -13,22 +13,11 @@ from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, BadInput, Unsupported
 from fewbits.export import gguf_file
 from fewbits.models.writing.exporting import save_pretrained_gguf
-from tests import peers
+from tests.models.gguf_tensors import decoded, turned
 from tests.models.tiny import tiny
 from tests.models.tiny_folders import SIZES, TEMPLATE, byte_tokenizer, pair_tokenizer, saved
 
 gguf = pytest.importorskip("gguf")
-
-
-def decoded(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    tensors = gguf.GGUFReader(file).tensors
-    values = {t.name: peers.live_gguf(t.data, t.tensor_type) for t in tensors}
-    return values, {t.name: t.tensor_type.name for t in tensors}
-
-
-def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp's order of rows, in the words of its own converter."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import torch
 import fewbits
 from fewbits import FastLanguageModel
 from fewbits.errors import Unsupported
+from tests.models.gguf_tensors import decoded, turned
+from tests.models.llama_engine import compared
 from tests.models.mixtures import mixture
-from tests.models.test_exporting import decoded, turned
 from tests.models.tiny_folders import pair_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -167,8 +168,6 @@ def speaks_letters(folder: Path, tokenizer: Any) -> None:
 def test_llama_cpp_writes_the_same_tokens(tmp_path: Path, kind: str, shared: Path) -> None:
     pytest.importorskip("xllamacpp")
     from transformers import AutoTokenizer
-
-    from tests.models.test_llama_cpp import compared
 
     tokenizer = AutoTokenizer.from_pretrained(shared / "data" / "models" / "stories260k")
     folder = saved(tmp_path / "base", kind, tokenizer, max_position_embeddings=256, tie_word_embeddings=False)
