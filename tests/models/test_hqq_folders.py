@@ -16,6 +16,7 @@ from torch import Tensor
 from fewbits import FastLanguageModel
 from fewbits.errors import BadCheckpoint, Unsupported
 from fewbits.formats.hqq import from_hqq
+from fewbits.formats.integer_offsets import OffsetInteger
 from fewbits.nn.linear import QuantizedLinear
 from tests import peers
 from tests.models.loading import packed_state, same, save_tiny, tokenizer
@@ -111,6 +112,21 @@ def test_a_folder_of_hqq_is_used_as_it_was_saved(tmp_path: Path, kind: str) -> N
     assert found[0] == wanted[0] and len(wanted[1]) == 28
     for name, gradient in wanted[1].items():
         assert (found[1][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (7, 9), (5,)])
+def test_blocks_across_a_tensor_are_rounded_by_columns(shape: tuple[int, ...]) -> None:
+    """A merge packs again what was loaded, so that such formats round too; the last value fills up."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed = OffsetInteger(name="x", bits_of_codes=4, block=(1, 32), axis=0).quantize(x)
+    flat = x.reshape(-1)
+    columns = torch.cat([flat, flat[-1:].expand(-flat.numel() % 32)]).view(32, -1)
+    low, high = columns.amin(0).clamp(max=0), columns.amax(0).clamp(min=0)
+    scale = (high - low) / 15
+    zero = -low / scale
+    codes = (columns / scale + zero).round().clamp(0, 15)
+    expected = ((codes - zero) * scale).reshape(-1)[: flat.numel()].view(shape)
+    assert torch.equal(packed.dequantize(), expected)
 
 
 @pytest.mark.parametrize("nbits", [8, 6, 5, 4, 3, 2, 1.58, 1])

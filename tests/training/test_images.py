@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.image_utils import load_image
 
 from fewbits import FastVisionModel
 from fewbits.errors import BadInput, Unsupported
@@ -262,6 +263,20 @@ def test_images_as_data_sets_hold_them(seeing: Path) -> None:
         read = picture_of(value, seeing)
         assert read.size == (30, 20) and read.opened().tobytes() == image.tobytes()
     assert picture_of("red.png", seeing) == picture_of(str(seeing / "red.png"), Path())
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photos_stand_upright_as_transformers_reads_them(orientation: int, tmp_path: Path) -> None:
+    """A camera's file says how it was held; the answer sees such a photo upright, so training does too."""
+    photo = Image.new("RGB", (48, 32), (250, 0, 0))
+    photo.paste((0, 0, 250), (0, 0, 16, 32))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photo.save(tmp_path / "photo.jpg", exif=exif, quality=95)
+    found, wanted = picture_of("photo.jpg", tmp_path), load_image(str(tmp_path / "photo.jpg"))
+    assert found.size == wanted.size == found.opened().size
+    assert found.size == ((48, 32) if orientation < 5 else (32, 48))
+    assert found.opened().tobytes() == wanted.tobytes()
 
 
 def test_other_images_under_the_same_names_are_other_data(seeing: Path, tmp_path: Path) -> None:

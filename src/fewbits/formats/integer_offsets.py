@@ -122,7 +122,7 @@ class OffsetInteger(BlockFormat):
         if self.axis or not x.numel():
             return super().quantize_under(x, absmax, seed=seed)
         columns = self._columns(x.detach().reshape(-1))
-        across = replace(self, axis=1, block=(0, 1)).quantize_under(columns, absmax, seed=seed)
+        across = replace(self, axis=1, block=(self.block[1], 1)).quantize_under(columns, absmax, seed=seed)
         codes = unpack_bits(across.codes, self.bits, columns.shape[1]).reshape(-1)[: x.numel()]
         parts = {
             **across.parts,

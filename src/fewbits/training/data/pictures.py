@@ -15,6 +15,7 @@ import binascii
 import copy
 import hashlib
 import io
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _COLUMNS = ("images", "image")
 _HOLDS = ("image", "image_url", "url", "path", "base64", "bytes")  # what a part may name its image by
 _KINDS = ("image", "image_url")
+_UNREADABLE = (OSError, ValueError, SyntaxError, struct.error)  # of files that are damaged, or of their EXIF
 _TRIED = 64  # pixels of a side: large enough for every processor's patches
 
 
@@ -41,7 +43,7 @@ class Picture:
     Attributes:
         source: a file, or the bytes of one.
         digest: a hash of its content.
-        size: width and height in pixels.
+        size: width and height in pixels, upright.
     """
 
     source: Path | bytes
@@ -49,11 +51,18 @@ class Picture:
     size: tuple[int, int]
 
     def opened(self) -> Image:
-        """The image, in RGB."""
+        """The image, upright and in RGB."""
         from PIL import Image
 
         with Image.open(io.BytesIO(_content(self.source))) as image:
-            return image.convert("RGB")
+            return _upright(image).convert("RGB")
+
+
+def _upright(image: Image) -> Image:
+    """Turned as its file says (cameras store what they saw and how they were held), as transformers does."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
 
 
 def _content(source: Path | bytes) -> bytes:
@@ -76,9 +85,8 @@ def picture_of(value: Any, folder: Path) -> Picture:
     try:
         content = _content(source)
         with Image.open(io.BytesIO(content)) as image:
-            size = image.size
-            image.load()
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+            size = _upright(image).size  # reads it, too
+    except (*_UNREADABLE, UnidentifiedImageError, Image.DecompressionBombError) as error:
         name = "its bytes" if isinstance(source, bytes) else str(source)
         text = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise BadInput(f"an image of the row cannot be read ({name}: {text})") from error
