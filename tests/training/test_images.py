@@ -236,6 +236,17 @@ def test_bad_rows_get_one_sentence(name: str, seeing: Path, tmp_path: Path) -> N
         preview(config)
 
 
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_texts_with_tokens_of_an_image_are_refused(place: str, seeing: Path) -> None:
+    """Wherever they stand in the data: a batch of theirs has more such tokens than images, and would end."""
+    rows = [_row("What is <image_soft>?", "A token."), _row(_MESSAGES, "red")]
+    data = seeing / f"{place}.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows if place == "before" else rows[::-1])), encoding="utf-8")
+    config = replace(_config(seeing), train_data=str(data))
+    with pytest.raises(BadInput, match=f"row {1 if place == 'before' else 2}: the row's (text|tokens)"):
+        preview(config)
+
+
 def test_models_without_eyes_and_processors_without_files(seeing: Path, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text((seeing / "rows.jsonl").read_text(encoding="utf-8"))

@@ -178,7 +178,7 @@ class Run(Stages):
         self.data = load_run_data(self.encoder)
         self.train_data, self.eval = self.data.train, self.data.eval
         self.sight = self.encoder.chat.sight
-        check_images(self.config, self._data().values())
+        check_images(self.config, list(self._data().values()), self.sight)
         for report in self.data.reports:
             self.console.print(str(report), highlight=False, markup=False)
 

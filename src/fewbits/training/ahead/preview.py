@@ -114,7 +114,7 @@ def _of_rows(config: TrainConfig, encoder: RowEncoder, rows: int) -> Preview:
     tokenizer, length = encoder.tokenizer, encoder.max_length
     loaded = load_run_data(encoder)
     data = loaded.train
-    check_images(config, [data])
+    check_images(config, [data], encoder.chat.sight)
     lengths = [len(e) for e in data.examples]
     sequences = pack(lengths, length, seed=config.seed)
     result = Preview(

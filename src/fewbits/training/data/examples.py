@@ -218,11 +218,12 @@ class RowEncoder:
         """The images in each of the tokens that one row was written as.
 
         Raises:
-            BadInput: the template has left some out, or the tokens end within one.
+            BadInput: the template has left some out, the tokens end within one, or the text has tokens that
+                stand for parts of an image that is not there.
         """
         sight, pictures = self.chat.sight, self.chat.pictures
         pictures_of: list[tuple[Picture, ...]] = []
-        if not pictures or sight is None:
+        if sight is None:  # no image yet: `check_images` looks again
             return [()] * len(rows)
         is_whole = not self.chat.was_cut
         for ids, _ in rows:

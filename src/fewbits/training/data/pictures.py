@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fewbits.errors import BadInput, Unsupported
@@ -330,6 +332,10 @@ class Sight:
     def count(self, ids: Sequence[int]) -> int:
         """How many tokens of an image there are."""
         return sum(token in self.token_ids for token in ids)
+
+    def has_parts(self, ids: NDArray[np.int32]) -> bool:
+        """Whether any of these (T,) stands for a part of an image."""
+        return bool(np.isin(ids, list(self.token_ids)).any())
 
     def tokens_of(self, picture: Picture) -> int:
         """How many tokens of an image this one has."""

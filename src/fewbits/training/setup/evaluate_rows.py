@@ -17,7 +17,7 @@ from fewbits.training.data.examples import RowEncoder
 from fewbits.training.data.mix import load_run_data, read_run_samples
 from fewbits.training.data.packing import SequenceDataset
 from fewbits.training.data.sources import check_sources
-from fewbits.training.setup.images import look_of
+from fewbits.training.setup.images import check_texts, look_of
 from fewbits.training.setup.model_and_trainer import max_positions, sequence_length, with_template
 from fewbits.training.setup.samples import answer_all
 
@@ -93,6 +93,7 @@ def evaluate_rows(
     look = look_of(model.config, words, config.model)
     encoder = RowEncoder(words, config, sequence_length(config, limit), look)
     data = load_run_data(encoder)
+    check_texts([data.train], encoder.chat.sight)
     loss, tokens = _loss(model, encoder, SequenceDataset(data.train.examples), config.batch_size, progress)
     rows = list(dict.fromkeys(e.row for e in data.train.examples))[:answers]
     samples = read_run_samples(encoder, data, rows) if rows else []

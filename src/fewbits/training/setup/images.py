@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,37 @@ def _sight(name: str, tokenizer: Any) -> Sight:
     return Sight(read_processor(name, tokenizer), tokenizer)
 
 
-def check_images(config: TrainConfig, data: Iterable[TokenData]) -> None:
+def check_images(config: TrainConfig, data: Sequence[TokenData], sight: Sight | None) -> None:
     """Refuse what does not go with rows that have images.
 
     Raises:
-        BadInput: rows are to be packed.
+        BadInput: rows are to be packed, or one of text alone, read before the first image, has tokens of one.
     """
+    check_texts(data, sight)
     if config.packing and any(example.pictures for part in data for example in part.examples):
         raise BadInput(
             "packing is true, and the data have images, whose rows do not share a sequence; set packing:"
             " false."
         )
+
+
+def check_texts(data: Iterable[TokenData], sight: Sight | None) -> None:
+    """Refuse rows without images that have tokens of one: a batch would have more of them than images.
+
+    Args:
+        data: rows, some of which were read before it was known which tokens these are.
+        sight: knows them; None where no row has images.
+
+    Raises:
+        BadInput: there is such a row.
+    """
+    for part in data if sight is not None else ():
+        for example in part.examples:
+            if not example.pictures and sight is not None and sight.has_parts(example.input_ids):
+                raise BadInput(
+                    f"{part.report.path}, row {example.row}: the row's text has a token that stands for a"
+                    " part of an image, and no image; take it out of the text, or leave the row out."
+                )
 
 
 def save_words(sight: Sight | None, tokenizer: Any, model: Any, folder: Path) -> None:
