@@ -218,6 +218,9 @@ def test_an_adapter_is_trained_beside_and_opened_by_its_folder(folders: Path, tm
     found = [float(divergence(plain, model, held_out)) for model in (both, bare)]
     assert found[0] == pytest.approx(result.after, rel=1e-4) and found[1] > found[0]
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
+    (tmp_path / "out").rename(tmp_path / "moved")
+    moved, _ = FastLanguageModel.from_pretrained(tmp_path / "moved" / FOLDER)
+    assert float(divergence(plain, moved, held_out)) == found[0]
 
 
 def packed_linears(folder: Path) -> list[QuantizedLinear]:

@@ -26,7 +26,7 @@ from fewbits.host.packed_rows import RowsApart, keep_rows_apart
 from fewbits.host.record import add_notes, notes_of, put_part
 from fewbits.models.adapting.adapters import get_peft_model, load_adapter
 from fewbits.models.adapting.checkpointed_layers import checkpoint_layers, chosen, recompute_as
-from fewbits.models.adapting.files import fit_vocabulary
+from fewbits.models.adapting.files import fit_vocabulary, model_around
 from fewbits.models.adapting.quantization_error import recipe_in
 from fewbits.models.adapting.words import fast_generate, load_lora, save_lora, unload_lora
 from fewbits.models.chat.named_templates import stop_at_turns
@@ -356,6 +356,9 @@ def base_of(adapter: Path, base_model: str | Path | None = None) -> str:
     except BadInput as error:
         if base_model:  # what is wrong with it says more than that the adapter's own base is another
             raise
+        if (moved := model_around(adapter)) is not None:
+            logger.warning("%s: its model is not in %s any more; the one around it is taken", adapter, base)
+            return str(moved)
         raise BadInput(
             f"the adapter {adapter} was made on {base!r}, which is not there any more; pass base_model=..."
         ) from error

@@ -23,6 +23,7 @@ from fewbits.models.packing.packed import put
 
 logger = logging.getLogger("fewbits")
 CONFIG = "adapter_config.json"
+RECOVERED = "recovery_adapter"  # a folder inside its model's, with which it is moved
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 
@@ -94,6 +95,12 @@ def fit_vocabulary(model: Any, path: str | Path) -> list[str]:
         )
         logger.warning(said[-1])
     return said
+
+
+def model_around(adapter: Path) -> Path | None:
+    """The folder of a recovered model whose adapter lies inside; None for any other adapter."""
+    folder = adapter.absolute().parent
+    return folder if adapter.name == RECOVERED and (folder / "config.json").is_file() else None
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Module]:

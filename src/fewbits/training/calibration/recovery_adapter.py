@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from fewbits.models.adapting.adapters import get_peft_model
+from fewbits.models.adapting.files import RECOVERED
 from fewbits.models.packing.packed import put
 
-FOLDER = "recovery_adapter"  # in the model's
+FOLDER = RECOVERED  # in the model's
 _MORE = 8  # directions beyond the rank, of which the largest are taken
 _ROUNDS = 4  # of the randomised decomposition
 _DAMPING = 0.01  # of the mean square of an input
