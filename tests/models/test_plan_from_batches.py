@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fewbits import FastLanguageModel
+from fewbits import FastLanguageModel, restore
 from fewbits.decoder.fuse import fuse, fused_layers
 from fewbits.errors import BadInput
 from fewbits.host.record import part_of
@@ -161,6 +161,21 @@ def test_another_choice_and_a_plan_that_is_given_take_its_place(tmp_path):
     assert part_of(model, BatchPlan).budget is None and keeps(model) == list(map(str, given.plan.keeps))
     with pytest.raises(BadInput, match="give True, False, 'unsloth', 'auto' or a number of GiB"):
         FastLanguageModel.for_training(model, use_gradient_checkpointing="fast")
+
+
+@pytest.mark.parametrize("begins_fused", [True, False])
+def test_layers_that_come_or_go_get_a_plan_of_their_own(tmp_path, begins_fused):
+    """That of the layers before would give up values in layers that are not there any more."""
+    model = made(tmp_path, TIGHT, fused=begins_fused)
+    first = step(model)
+    fuse(model) if not begins_fused else restore(model)
+    again = step(model)
+    plan = part_of(model, BatchPlan).budget.plan
+    assert keeps(model) == ([] if begins_fused else ["inputs"] * 2)
+    assert plan.checkpointing == begins_fused
+    assert first.keys() == again.keys()
+    for name, gradient in first.items():
+        assert (again[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_copies_find_plans_of_their_own(tmp_path):

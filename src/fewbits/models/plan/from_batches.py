@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.decoder.fuse import fusion_of
 from fewbits.host.conversion import conversion_of
 from fewbits.host.record import part_of, put_part, take_part
 from fewbits.host.unwrap import unwrap
@@ -41,6 +42,7 @@ class BatchPlan:
         self.budget: MemoryBudget | None = None
         self._asked, self._has_gone_back, self._num_passes = False, False, 0
         self._handle: Any = None
+        self._fusion: Any = None  # of the layers that the plan is for
 
     def __reduce__(self) -> Any:
         """A copy of a model finds a plan of its own."""
@@ -54,6 +56,8 @@ class BatchPlan:
         if part_of(model, PlanGiven) is not None:
             return
         self._num_passes += 1
+        if self.budget is not None and self._fusion is not fusion_of(model):
+            self._forget()  # the plan is of layers that are gone: the model was fused or restored meanwhile
         if self.budget is None:
             self._begin(model, shape)
             return
@@ -66,6 +70,7 @@ class BatchPlan:
         if self._asked:
             return
         self._asked = True
+        self._fusion = fusion_of(model)
         conversion = conversion_of(model)
         self.budget = made_budget(
             model,
@@ -85,6 +90,12 @@ class BatchPlan:
         first = next((p for p in model.parameters() if p.requires_grad), None)
         if first is not None:  # the last to get its gradient
             self._handle = first.register_post_accumulate_grad_hook(self._gone_back)
+
+    def _forget(self) -> None:
+        """Plan anew, for this batch."""
+        if self._handle is not None:
+            self._handle.remove()
+        self.budget, self._asked, self._has_gone_back = None, False, False
 
     def _gone_back(self, _: Tensor) -> None:
         """A trained tensor's hook, of any shape, for once."""
