@@ -210,6 +210,7 @@ def test_straight_through_is_the_identity_twice() -> None:
 # Nodes whose second derivative is right; every other one says @once_differentiable.
 TWICE = {
     "_SumValue",
+    "_Members",
     "_IntoTarget",
     "_StraightThrough",
     "_Product",

@@ -419,8 +419,9 @@ _PLAIN |= {"scale_pitch": "i32", "inverse_pitch": "i32", "stride_out": "i32"}
 # Of a tensor in NF4 with doubly quantised scales, for cases that are compiled.
 NF4_DECODING = {"VALUES": True, "BITS": 4, "FLAT_BLOCK": 64, "SCALE_ROWS": 0, "SCALE_COLUMNS": 0}
 NF4_DECODING |= {"SCALE_BLOCK": 256, "ZERO_POINT": False, "FLOAT8": 0, "NATIVE": False, "GROUP": 64}
-_CONSTANTS = {**NF4_DECODING, "INVERSE": 0, "INVERSE_ROWS": 0, "INVERSE_COLUMNS": 0}
-_CONSTANTS |= {"LARGEST": 0, "TRANSPOSED": False, "ROWS": 1, "GROUPS": 64}
+_CONSTANTS = {name: value for name, value in NF4_DECODING.items() if name != "GROUP"}  # in the kernel's order
+_CONSTANTS |= {"INVERSE": 0, "INVERSE_ROWS": 0, "INVERSE_COLUMNS": 0, "LARGEST": 0, "TRANSPOSED": False}
+_CONSTANTS |= {"GROUP": NF4_DECODING["GROUP"], "ROWS": 1, "GROUPS": 64}
 _PLAIN |= dict.fromkeys(_CONSTANTS, "constexpr")
 _DOUBLE = {**_PLAIN, "scales_ptr": "*u8"}
 _INT4 = {**_CONSTANTS, "VALUES": False, "FLAT_BLOCK": 0, "SCALE_BLOCK": 0}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.stochastic import Stochastic
-from fewbits.kernels.launch.grid import MAX_PROGRAMS, programs, split_program
+from fewbits.kernels.launch.grid import MAX_PROGRAMS, check_grid, programs, split_program
 from fewbits.kernels.launch.jit import (
     CompileCase,
     capability_of,
@@ -114,8 +114,10 @@ def launch(qa: Tensor, sa: Tensor, qb: Tensor, sb: Tensor, chunk: int, part: int
     block_n = 64 if N <= 64 else 128
     block_k = min(_BLOCK_K, max(32, next_power_of_2(min(chunk, D))))
     one = min(chunk, D) <= min(block_k, part)
+    grid = (*programs(N, M, block_n, _BLOCK_M), B)
+    check_grid(grid, "a product of whole numbers")
     with on_device_of(y):
-        _integer_kernel[(*programs(N, M, block_n, _BLOCK_M), B)](
+        _integer_kernel[grid](
             *(qa, sa, qb, sb, y, N, M, D, sa.shape[2], chunk, part, 0 if len(qb) == 1 else M),
             ONE_BLOCK=one,
             EVEN=one and chunk == block_k and D % chunk == 0,
