@@ -115,8 +115,11 @@ def write_cpu_build(folder: Path, version: str) -> None:
 
 
 def _need(package: str, version: str) -> str:
-    """What torch asks for: its own binaries by their version, packages in Python by their name alone."""
-    return f"{package}=={version}" if package.startswith(("triton", "nvidia-", "cuda-")) else package
+    """What torch asks for: its own binaries by their version, packages in Python by their name alone.
+
+    Of CUDA's packages in Python it gives cuda-bindings a range, and names no cuda-pathfinder.
+    """
+    return f"{package}=={version}" if package.startswith(("triton", "nvidia-", "cuda-toolkit")) else package
 
 
 def write_environment(resolver: Resolver, folder: Path, installed: dict[str, str]) -> str:
